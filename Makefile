@@ -136,6 +136,7 @@ lint: $(VENV)/.stamp-test
 
 .PHONY: cuda-check
 cuda-check: $(VENV)/.stamp-build
+	@$(PY) llama.cpp/prepare.py --out $(BUILD)/llama.cpp-src
 	@$(PY) llama.cpp/cuda_check.py --tree $(BUILD)/llama.cpp-src --out $(BUILD)/cuda-check --arch $(CUDA_ARCH) $(CUDA_FILES)
 
 .PHONY: check-stock
