@@ -140,7 +140,7 @@ cuda-check: $(VENV)/.stamp-build
 	@$(PY) llama.cpp/cuda_check.py --tree $(BUILD)/llama.cpp-src --out $(BUILD)/cuda-check --arch $(CUDA_ARCH) $(CUDA_FILES)
 
 .PHONY: check-stock
-check-stock: build $(VENV)/.stamp-test
+check-stock: build binding
 	$(call configure,$(BUILD)/stock,-DHOBBIT_STOCK=ON)
 	$(call say,building unpatched upstream in $(BUILD)/stock)
 	@cmake --build $(BUILD)/stock --target hobbit-tools -j $(JOBS)
