@@ -5,6 +5,7 @@ SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 MAKEFLAGS   += --no-print-directory --no-builtin-rules
 
 BUILD      := build
@@ -15,7 +16,7 @@ CMAKE_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_PROMPT ?= In the beginning
 CUDA_ARCH  ?= 90
-export PATH := $(PATH):$(CURDIR)/$(VENV)/bin
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 HIGH := models/tiny-moe/tiny-moe-F16.gguf
 LOW  := $(BUILD)/models/tiny-moe-Q4_0.gguf
@@ -52,14 +53,14 @@ $(VENV)/.stamp-build: scripts/setup-venv
 	@scripts/setup-venv build
 	@touch $@
 
-$(VENV)/.stamp-test: requirements-dev.txt $(VENV)/.stamp-build
+$(VENV)/.stamp-test: requirements-dev.txt | $(VENV)/.stamp-build
 	@scripts/setup-venv test
 	@touch $@
 
 # the verified source distribution is there once the library was configured
 .PHONY: binding
 binding: $(VENV)/.stamp-binding-$(call pin,version)
-$(VENV)/.stamp-binding-%: $(VENV)/.stamp-test
+$(VENV)/.stamp-binding-%: | $(VENV)/.stamp-test
 	$(call say,installing llama-cpp-python $* in $(VENV) without its native build)
 	@source="$${HOBBIT_SDIST:-}"; \
 	[ -n "$$source" ] || source=$$(ls $(BUILD)/_upstream/llama_cpp_python-$*.tar.gz 2> /dev/null || true); \
