@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
@@ -365,6 +366,11 @@ def merge(
         out.print("byte-identical to the source (header and every tensor's checksum match)")
 
 
+@functools.lru_cache(maxsize=1)
+def _command() -> Callable[..., Any]:
+    return typer.main.get_command(app)
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status; errors become one line on stderr."""
 
@@ -372,9 +378,8 @@ def run(arguments: list[str] | None = None) -> int:
         _err.print(escape(show(f"gguf-tools: {message}")), soft_wrap=True)
         return code
 
-    command: Callable[..., Any] = typer.main.get_command(app)
     try:
-        status = command(args=arguments, prog_name="gguf-tools", standalone_mode=False)
+        status = _command()(args=arguments, prog_name="gguf-tools", standalone_mode=False)
         return int(status) if isinstance(status, int) else ExitCode.OK
     except ToolError as error:
         return fail(str(error), error.code)

@@ -27,12 +27,13 @@ def find_converter() -> Path:
     folders = []
     if os.environ.get("HOBBIT_LLAMA_CPP_DIR"):
         folders.append(Path(os.environ["HOBBIT_LLAMA_CPP_DIR"]))
-    folders.append(Path(__file__).resolve().parent.parent / "build" / "llama.cpp")
+    folders.append(Path(__file__).resolve().parent.parent / "build" / "llama.cpp-src")
     for folder in folders:
         if (folder / SCRIPT).is_file():
             return folder / SCRIPT
     raise ToolError(
-        f"{SCRIPT} was not found in {', '.join(map(str, folders))}; name a llama.cpp source tree in HOBBIT_LLAMA_CPP_DIR",
+        f"{SCRIPT} was not found in {', '.join(map(str, folders))}; "
+        "name a llama.cpp source tree in HOBBIT_LLAMA_CPP_DIR",
         code=ExitCode.LIBRARY,
     )
 
