@@ -1,7 +1,7 @@
 """Small MoE models for the tests, written byte by byte.
 
-The writer here shares nothing with the package or with ggml: it is the second opinion that the tests compare with, and it can write
-what no sane writer would.
+The writer here shares nothing with the package or with ggml: it is the second opinion that the tests compare with,
+and it can write what no sane writer would.
 """
 
 from __future__ import annotations
@@ -214,9 +214,7 @@ def split(model: Gguf, folder: Path, stem: str, count: int) -> list[Path]:
             ("split.count", U16, count),
             ("split.tensors.count", I32, len(model.tensors)),
         ]
-        part = replace(
-            model, kv=(model.kv if i == 0 else []) + kv, tensors=model.tensors[i * per : (i + 1) * per]
-        )
+        part = replace(model, kv=(model.kv if i == 0 else []) + kv, tensors=model.tensors[i * per : (i + 1) * per])
         paths.append(part.write(folder / f"{stem}-{i + 1:05}-of-{count:05}.gguf"))
     return paths
 

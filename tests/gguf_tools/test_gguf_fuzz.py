@@ -1,7 +1,7 @@
 """Damaged files: every outcome is success or a clean error, never a traceback, an abort, a hang or a growing process.
 
-Valid files are mutated where it hurts (counts, lengths, types, dimensions, offsets, alignment) as well as blindly. The commands run in
-this process, so that an abort inside ggml ends the test run: it cannot be overlooked.
+Valid files are mutated where it hurts (counts, lengths, types, dimensions, offsets, alignment) as well as blindly.
+The commands run in this process, so that an abort inside ggml ends the test run: it cannot be overlooked.
 """
 
 from __future__ import annotations
@@ -72,8 +72,29 @@ def fields(data: bytes) -> list[tuple[int, int]]:
 
 
 EDGES = [0, 1, 2, 3, 4, 7, 8, 9, 12, 13, 31, 32, 33, 63, 64, 255, 256, 4096, 65535, 65536, 1 << 20, (1 << 30) - 1]
-EDGES += [1 << 30, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
-TEXTS = [b"\0", b"\x1b[31m", b"\xff\xfe", b"../../x", b"/x", b"general.alignment", b"blk.0.ffn_up_exps.weight", b"\n", "ü".encode()]
+EDGES += [
+    1 << 30,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    1 << 40,
+    1 << 62,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+]
+TEXTS = [
+    b"\0",
+    b"\x1b[31m",
+    b"\xff\xfe",
+    b"../../x",
+    b"/x",
+    b"general.alignment",
+    b"blk.0.ffn_up_exps.weight",
+    b"\n",
+    "ü".encode(),
+]
 
 
 @st.composite

@@ -43,7 +43,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantize(program: Path, source: Path, out: Path, kind: str, *options: str) -> dict[str, Tensor]:
     done = subprocess.run(
-        [str(program), "--pure", *options, str(source), str(out), kind, "2"], capture_output=True, text=True, timeout=300
+        [str(program), "--pure", *options, str(source), str(out), kind, "2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return {n: t for n, t in read_back(out).items() if "_exps.weight" in n}
