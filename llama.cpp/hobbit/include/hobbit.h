@@ -1,0 +1,144 @@
+// hobbit.h - the engine's C API: the only header of the engine that the llama.cpp patches and the Python package see.
+//
+// The engine keeps the routed experts of a mixture-of-experts model in files and brings in those that the router chose.
+// Four objects, one owner each:
+//
+//   config   options as text, validated one by one and together; an integer handle that travels as a model KV override
+//   model    files, expert table, cache, memory and I/O threads: one per llama_model, shared by its contexts
+//   context  route state, sequence records, counters, the error of the running step: one per llama_context
+//   step     one ubatch of one context: begin .. end. Steps of one model never overlap (begin blocks until it is free)
+//
+// Functions that can fail return false (or NULL) and write a one-line message into err[err_size]; nothing aborts.
+// Unless a comment says otherwise a function may be called from any thread, but not twice at once on one object.
+
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#    define HOBBIT_API
+#else
+#    define HOBBIT_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct ggml_context;
+struct ggml_tensor;
+struct gguf_context;
+struct llama_context;
+
+struct hobbit_model;
+struct hobbit_context;
+
+//
+// config
+//
+
+// one command line option: "--hobbit-<name> <hint>"; a flag has no hint and takes the value "on"
+struct hobbit_option {
+    const char * name;  // "cache"
+    const char * flag;  // "--hobbit-cache"
+    const char * env;   // "LLAMA_ARG_HOBBIT_CACHE"
+    const char * hint;  // "SIZE", or NULL for a flag
+    const char * help;
+};
+
+enum { HOBBIT_N_OPTIONS = 13 };
+
+// the key of the integer KV override that carries a config handle into a model (and into --fit's trial loads)
+#define HOBBIT_CONFIG_KEY "hobbit.config"
+
+HOBBIT_API const struct hobbit_option * hobbit_option_get(int i); // 0 <= i < HOBBIT_N_OPTIONS
+
+// a handle > 0; lives until the process ends, so that a model may be loaded from it again
+HOBBIT_API int32_t hobbit_config_new  (void);
+// name as in hobbit_option.name; an unknown name or a value out of range is refused with the values that would work
+HOBBIT_API bool    hobbit_config_set  (int32_t config, const char * name, const char * value, char * err, size_t err_size);
+// checks that options fit together; call it once after the last set
+HOBBIT_API bool    hobbit_config_check(int32_t config, char * err, size_t err_size);
+// print the load block, and the closing table when a context is freed, to stderr (the command line tools do; default: off)
+HOBBIT_API void    hobbit_config_set_verbose(int32_t config, bool verbose);
+
+// where messages of the load go (level 0: information, 1: warning) unless the configuration is verbose
+HOBBIT_API void hobbit_set_log(void (*log)(int level, const char * text));
+
+//
+// model (called by llama.cpp's loader)
+//
+
+// meta: header of the model's (first) file, path: its name, both only for this call; no_alloc: register only, for a trial
+// load that measures memory
+HOBBIT_API struct hobbit_model * hobbit_model_new (int32_t config, const struct gguf_context * meta, const char * path,
+                                                   bool no_alloc, char * err, size_t err_size);
+HOBBIT_API void                  hobbit_model_free(struct hobbit_model * model);
+
+// shows every tensor of the model to the engine, with where its bytes are. fd is duplicated when needed.
+// true: the engine manages it; give it a buffer, but do not allocate or load it (see hobbit_model_adopt)
+HOBBIT_API bool hobbit_model_add_tensor(struct hobbit_model * model, const struct ggml_tensor * meta, int fd, uint64_t offset);
+// binds the tensor that the graph will use: sets data (to memory that must never be read) and extra
+HOBBIT_API void hobbit_model_adopt(struct hobbit_model * model, struct ggml_tensor * tensor);
+// true if this tensor was adopted by any model
+HOBBIT_API bool hobbit_is_managed(const struct ggml_tensor * tensor);
+
+// after the other weights are loaded: checks the low-precision file against the model, sizes and allocates the cache.
+// n_expert_used: the largest number of experts that one token uses in one layer
+HOBBIT_API bool   hobbit_model_finish(struct hobbit_model * model, const struct gguf_context * meta, int32_t n_expert_used,
+                                      char * err, size_t err_size);
+// bytes of host memory that the cache may take
+HOBBIT_API size_t hobbit_model_bytes(const struct hobbit_model * model);
+
+// the file with the high-precision experts that a pair's base file names, or NULL if the model is one ordinary file
+HOBBIT_API const char * hobbit_model_pair_high(const struct hobbit_model * model);
+
+//
+// context (called by llama.cpp's context and graph)
+//
+
+HOBBIT_API struct hobbit_context * hobbit_context_new (struct hobbit_model * model);
+HOBBIT_API void                    hobbit_context_free(struct hobbit_context * ctx);
+
+// what the step knows of its ubatch; arrays have n_tokens entries, pos and output may be NULL
+struct hobbit_ubatch {
+    int32_t          n_tokens;
+    const int32_t *  seq_id;   // first sequence of each token
+    const int32_t *  pos;      // a token at position 0 starts a new sequence
+    const int8_t  *  output;   // tokens whose rows reach the last layer
+};
+
+HOBBIT_API void hobbit_step_begin(struct hobbit_context * ctx, const struct hobbit_ubatch * ubatch);
+// same thread as begin. false: a read failed, the results are void; err names file, tensor and expert
+HOBBIT_API bool hobbit_step_end  (struct hobbit_context * ctx, char * err, size_t err_size);
+
+// starts the records of a sequence anew (prefix reuse never returns to position 0, so a server says it)
+HOBBIT_API void hobbit_sequence_begin(struct hobbit_context * ctx, int32_t seq_id);
+
+// graph: the route node of the MoE layer that weight w belongs to.
+//   ids     I32 [n_expert_used, n_tokens], any strides;  weights  F32 [1, n_expert_used, n_tokens], final gate weights
+// returns  F32 [1, n_expert_used, n_tokens]: the weights, 0 where an expert is skipped
+HOBBIT_API struct ggml_tensor * hobbit_build_route(struct hobbit_context * ctx, struct ggml_context * ctx0,
+        struct ggml_tensor * w, struct ggml_tensor * ids, struct ggml_tensor * weights);
+// makes a MUL_MAT_ID node over a managed weight depend on the route node of its layer
+HOBBIT_API void hobbit_attach_route(struct ggml_tensor * mul_mat_id, struct ggml_tensor * route);
+
+//
+// statistics
+//
+
+// of the context that llama.cpp created with hobbit on, else NULL
+HOBBIT_API struct hobbit_context * hobbit_from_llama(const struct llama_context * ctx);
+
+HOBBIT_API void hobbit_stats_reset(struct hobbit_context * ctx);
+// both return the length that the whole text needs (without the 0), as snprintf does
+HOBBIT_API size_t hobbit_stats_json (struct hobbit_context * ctx, char * buf, size_t buf_size);
+HOBBIT_API size_t hobbit_stats_table(struct hobbit_context * ctx, char * buf, size_t buf_size);
+// prints the table and writes the --hobbit-stats files of every living verbose context now; for a signal's last words
+HOBBIT_API void hobbit_report_all(void);
+
+#ifdef __cplusplus
+}
+#endif

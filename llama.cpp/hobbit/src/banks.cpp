@@ -1,0 +1,60 @@
+#include "banks.h"
+
+#include "store.h"
+
+#include <cerrno>
+#include <cstring>
+
+#include <sys/mman.h>
+
+#ifndef MAP_NORESERVE
+#    define MAP_NORESERVE 0
+#endif
+
+hobbit_bank::~hobbit_bank() {
+    if (base) {
+        munmap(base, size);
+    }
+}
+
+bool hobbit_bank::alloc(size_t slot_bytes, int n_slots, std::string & err) {
+    slot_size = hobbit_pad(slot_bytes, HOBBIT_ALIGN);
+    size      = slot_size * n_slots;
+    if (size == 0) {
+        return true;
+    }
+    void * p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        err = hobbit_format("cannot reserve %zu MiB of memory for %d experts: %s", size >> 20, n_slots, strerror(errno));
+        size = 0;
+        return false;
+    }
+#ifdef MADV_HUGEPAGE
+    madvise(p, size, MADV_HUGEPAGE);
+#endif
+    base = (char *) p;
+    return true;
+}
+
+hobbit_no_access::~hobbit_no_access() {
+    for (int i = 0; i < n_ranges; ++i) {
+        munmap(ranges[i].base, ranges[i].size);
+    }
+}
+
+void * hobbit_no_access::reserve(size_t size) {
+    for (int i = 0; i < n_ranges; ++i) {
+        if (ranges[i].size >= size) {
+            return ranges[i].base;
+        }
+    }
+    if (n_ranges == (int) (sizeof(ranges) / sizeof(ranges[0]))) {
+        return nullptr;
+    }
+    void * p = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        return nullptr;
+    }
+    ranges[n_ranges++] = { p, size };
+    return p;
+}

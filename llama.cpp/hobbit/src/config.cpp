@@ -1,0 +1,247 @@
+#include "config.h"
+
+#include "hobbit.h"
+#include "store.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <mutex>
+
+#define HOBBIT_OPTION(name, env, hint, help) { name, "--hobbit-" name, "LLAMA_ARG_HOBBIT_" env, hint, help }
+
+static const hobbit_option options[HOBBIT_N_OPTIONS] = {
+    HOBBIT_OPTION("cache", "CACHE", "SIZE",
+        "memory for routed experts, in MiB or with a unit (512MiB, 4GiB), or auto: what the memory limit of the process's\n"
+        "cgroup leaves once the other weights are loaded, minus 1/8 of the limit (at least 256 MiB). Any --hobbit option\n"
+        "turns expert caching on (default: auto)"),
+    HOBBIT_OPTION("low", "LOW", "FILE",
+        "GGUF of the same model whose experts serve as the low-precision copies; any shard of a sharded file"),
+    HOBBIT_OPTION("precision", "PRECISION", "RULE",
+        "which precision a selected expert gets: hobbit (cumulative gate weight against T1 and T2), high (exact), low,\n"
+        "or article (each weight on its own, for comparison) (default: hobbit with --hobbit-low, else high)"),
+    HOBBIT_OPTION("t1", "T1", "F",
+        "gate weight ranked before an expert up to which it is used in high precision (default: 0.6)"),
+    HOBBIT_OPTION("t2", "T2", "F",
+        "the same for low precision; beyond it an expert is skipped; 1 never skips (default: 0.9)"),
+    HOBBIT_OPTION("renormalise", "RENORMALISE", nullptr,
+        "after skipping experts, scale the remaining gate weights to the same sum (default: off)"),
+    HOBBIT_OPTION("deterministic", "DETERMINISTIC", nullptr,
+        "precision follows from the gate weights alone, whatever the cache holds (default: off)"),
+    HOBBIT_OPTION("policy", "POLICY", "NAME",
+        "which expert leaves the cache first: hobbit (weighted score, see --hobbit-weights), lru, lfu (default: hobbit)"),
+    HOBBIT_OPTION("weights", "WEIGHTS", "A,B,C,D",
+        "weights of recency, frequency, high-precision frequency and layer distance in the score of --hobbit-policy hobbit;\n"
+        "scaled to sum to 1 (default: 0.25,0.25,0.25,0.25)"),
+    HOBBIT_OPTION("low-share", "LOW_SHARE", "F",
+        "share of the cache's bytes for low-precision experts when both precisions are in use (default: 0.2)"),
+    HOBBIT_OPTION("io-threads", "IO_THREADS", "N",
+        "threads that read experts, 1 to 64 (default: 4)"),
+    HOBBIT_OPTION("check", "CHECK", nullptr,
+        "look for invalid numbers in every expert that is read (default: off)"),
+    HOBBIT_OPTION("stats", "STATS", "FILE",
+        "write the cache's statistics to FILE as JSON when the program ends"),
+};
+
+const hobbit_option * hobbit_option_get(int i) {
+    return i >= 0 && i < HOBBIT_N_OPTIONS ? &options[i] : nullptr;
+}
+
+static std::mutex                configs_mutex;
+static std::deque<hobbit_config> configs; // handle - 1 -> config
+
+static hobbit_config * config_of(int32_t handle) {
+    return handle >= 1 && handle <= (int32_t) configs.size() ? &configs[handle - 1] : nullptr;
+}
+
+bool hobbit_fail(char * err, size_t err_size, const std::string & msg) {
+    if (err && err_size > 0) {
+        snprintf(err, err_size, "%s", msg.c_str());
+    }
+    return false;
+}
+
+bool hobbit_config_get(int32_t handle, hobbit_config & config) {
+    std::lock_guard<std::mutex> lock(configs_mutex);
+    const hobbit_config * c = config_of(handle);
+    if (c) {
+        config = *c;
+    }
+    return c != nullptr;
+}
+
+int32_t hobbit_config_new(void) {
+    std::lock_guard<std::mutex> lock(configs_mutex);
+    configs.emplace_back();
+    return (int32_t) configs.size();
+}
+
+void hobbit_config_set_verbose(int32_t handle, bool verbose) {
+    std::lock_guard<std::mutex> lock(configs_mutex);
+    if (hobbit_config * c = config_of(handle)) {
+        c->verbose = verbose;
+    }
+}
+
+//
+// values
+//
+
+static bool parse_float(const char * text, float lo, float hi, float & out) {
+    char * end = nullptr;
+    const float v = strtof(text, &end);
+    if (end == text || *end != '\0' || !(v >= lo && v <= hi)) {
+        return false;
+    }
+    out = v;
+    return true;
+}
+
+static bool parse_size(const char * text, uint64_t & bytes) {
+    char * end = nullptr;
+    const double v = strtod(text, &end);
+    static const struct { const char * unit; double bytes; } units[] = {
+        { "", 1 << 20 },  { "M", 1 << 20 },  { "MiB", 1 << 20 }, { "MB", 1e6 },
+        { "G", 1 << 30 }, { "GiB", 1 << 30 }, { "GB", 1e9 },
+        { "K", 1 << 10 }, { "KiB", 1 << 10 }, { "KB", 1e3 }, { "B", 1 },
+    };
+    if (end == text || !std::isfinite(v) || v <= 0.0) {
+        return false;
+    }
+    while (*end == ' ') {
+        end++;
+    }
+    for (const auto & u : units) {
+        if (strcasecmp(end, u.unit) == 0) {
+            const double b = v * u.bytes;
+            bytes = (uint64_t) b;
+            return b >= 1.0 && b < 1e18;
+        }
+    }
+    return false;
+}
+
+static bool parse_flag(const char * text, bool & out) {
+    static const char * yes[] = { "on",  "1", "true",  "yes" };
+    static const char * no [] = { "off", "0", "false", "no"  };
+    for (int i = 0; i < 4; ++i) {
+        if (strcasecmp(text, yes[i]) == 0 || strcasecmp(text, no[i]) == 0) {
+            out = strcasecmp(text, yes[i]) == 0;
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool parse_weights(const char * text, hobbit_policy_params & p) {
+    float w[4];
+    int   n = 0;
+    if (sscanf(text, "%f,%f,%f,%f%n", &w[0], &w[1], &w[2], &w[3], &n) != 4 || text[n] != '\0') {
+        return false;
+    }
+    float sum = 0.0f;
+    for (float x : w) {
+        if (!(x >= 0.0f && x <= 1e6f)) {
+            return false;
+        }
+        sum += x;
+    }
+    if (sum <= 0.0f) {
+        return false;
+    }
+    p.w_lru = w[0] / sum;
+    p.w_lfu = w[1] / sum;
+    p.w_lhu = w[2] / sum;
+    p.w_fld = w[3] / sum;
+    return true;
+}
+
+static const char * rule_names  [] = { "high", "low", "hobbit", "article" }; // in the order of hobbit_rule
+static const char * policy_names[] = { "hobbit", "lru", "lfu" };             // in the order of hobbit_policy
+
+const char * hobbit_rule_name  (hobbit_rule rule)     { return rule_names[rule]; }
+const char * hobbit_policy_name(hobbit_policy policy) { return policy_names[policy]; }
+
+template <typename T, size_t N>
+static bool parse_name(const char * text, const char * const (&names)[N], T & out) {
+    for (size_t i = 0; i < N; ++i) {
+        if (strcmp(text, names[i]) == 0) {
+            out = (T) i;
+            return true;
+        }
+    }
+    return false;
+}
+
+bool hobbit_config_set(int32_t handle, const char * name, const char * value, char * err, size_t err_size) {
+    std::lock_guard<std::mutex> lock(configs_mutex);
+    hobbit_config * c = config_of(handle);
+    if (!c) {
+        return hobbit_fail(err, err_size, hobbit_format("no hobbit configuration has the handle %d", handle));
+    }
+
+    const auto is = [name](const char * s) { return strcmp(name, s) == 0; };
+
+    bool         ok   = true;
+    const char * want = "";
+    if (is("cache")) {
+        c->cache_auto = strcasecmp(value, "auto") == 0;
+        ok   = c->cache_auto || parse_size(value, c->cache_bytes);
+        want = "auto, or a size such as 512MiB or 4GiB (a bare number is MiB)";
+    } else if (is("low")) {
+        c->low_path = value;
+        ok   = value[0] != '\0';
+        want = "the path of a GGUF file";
+    } else if (is("precision")) {
+        ok   = parse_name(value, rule_names, c->thresholds.rule);
+        want = "hobbit, high, low or article";
+        c->rule_set = ok;
+    } else if (is("t1") || is("t2")) {
+        ok   = parse_float(value, 0.0f, 1.0f, is("t1") ? c->thresholds.t1 : c->thresholds.t2);
+        want = "a number from 0 to 1";
+    } else if (is("renormalise") || is("deterministic") || is("check")) {
+        ok   = parse_flag(value, is("renormalise") ? c->renormalise : is("check") ? c->check : c->deterministic);
+        want = "on or off";
+    } else if (is("policy")) {
+        ok   = parse_name(value, policy_names, c->policy.policy);
+        want = "hobbit, lru or lfu";
+    } else if (is("weights")) {
+        ok   = parse_weights(value, c->policy);
+        want = "four numbers >= 0, not all 0, with commas: recency,frequency,high-frequency,distance";
+    } else if (is("low-share")) {
+        ok   = parse_float(value, 0.01f, 0.99f, c->low_share);
+        want = "a number from 0.01 to 0.99";
+    } else if (is("io-threads")) {
+        float n = 0.0f;
+        ok   = parse_float(value, 1.0f, 64.0f, n) && n == std::floor(n);
+        want = "a whole number from 1 to 64";
+        c->io_threads = ok ? (int) n : c->io_threads;
+    } else if (is("stats")) {
+        c->stats_path = value;
+        ok   = value[0] != '\0';
+        want = "the path of a file to write";
+    } else {
+        std::string known;
+        for (const auto & option : options) {
+            known += known.empty() ? "" : ", ";
+            known += option.name;
+        }
+        return hobbit_fail(err, err_size, hobbit_format("unknown hobbit option '%s'; there are: %s", name, known.c_str()));
+    }
+    return ok || hobbit_fail(err, err_size, hobbit_format("--hobbit-%s: '%s' will not do; it takes %s", name, value, want));
+}
+
+bool hobbit_config_check(int32_t handle, char * err, size_t err_size) {
+    std::lock_guard<std::mutex> lock(configs_mutex);
+    hobbit_config * c = config_of(handle);
+    if (!c) {
+        return hobbit_fail(err, err_size, hobbit_format("no hobbit configuration has the handle %d", handle));
+    }
+    const hobbit_thresholds & th = c->thresholds;
+    if (th.t1 > th.t2) {
+        return hobbit_fail(err, err_size, hobbit_format("--hobbit-t1 %g is above --hobbit-t2 %g; T1 must not exceed T2", th.t1, th.t2));
+    }
+    return true;
+}

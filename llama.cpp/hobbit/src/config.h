@@ -1,0 +1,40 @@
+// config: options from text to one validated struct.
+//
+// The command line, the environment and Python all set options through hobbit_config_set(); nothing else parses them.
+// The model takes a copy when it is created.
+
+#pragma once
+
+#include "cache.h"
+#include "precision.h"
+
+#include <cstdint>
+#include <string>
+
+struct hobbit_config {
+    bool        cache_auto  = true;
+    uint64_t    cache_bytes = 0; // when not auto
+    std::string low_path;        // "": no low-precision file named
+
+    bool              rule_set   = false; // else: hobbit with a low file, high without
+    hobbit_thresholds thresholds = { HOBBIT_RULE_HIGH, 0.6f, 0.9f };
+    bool              renormalise   = false;
+    bool              deterministic = false;
+
+    hobbit_policy_params policy;
+    float                low_share = 0.2f; // of the cache's bytes, when both precisions are in use
+
+    int         io_threads = 4;
+    bool        check      = false;
+    std::string stats_path; // "": none
+    bool        verbose    = false;
+};
+
+// a copy of what the handle holds; false: no such handle
+bool hobbit_config_get(int32_t handle, hobbit_config & config);
+
+const char * hobbit_rule_name  (hobbit_rule rule);
+const char * hobbit_policy_name(hobbit_policy policy);
+
+// copies msg into the C API's err buffer; returns false, so that a caller can return it
+bool hobbit_fail(char * err, size_t err_size, const std::string & msg);

@@ -1,0 +1,465 @@
+// The C API over the engine's parts: lives and deaths of models and contexts, steps, and what is reported of them.
+
+#include "hobbit.h"
+
+#include "budget.h"
+#include "config.h"
+#include "moe_graph.h"
+
+#include "gguf.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <set>
+
+static void (*log_callback)(int level, const char * text) = nullptr;
+
+void hobbit_set_log(void (*log)(int level, const char * text)) {
+    log_callback = log;
+}
+
+static void log_text(const hobbit_config & config, int level, const std::string & text) {
+    if (config.verbose || !log_callback) {
+        fputs(text.c_str(), stderr);
+    } else {
+        log_callback(level, text.c_str());
+    }
+}
+
+//
+// model
+//
+
+// a name that a pair's base file gives must stay in the base file's folder
+static bool pair_path(const std::string & base, const char * name, std::string & path, std::string & err) {
+    if (name[0] == '\0' || strchr(name, '/') || strchr(name, '\\') || strcmp(name, "..") == 0) {
+        err = hobbit_format("%s: names '%s' as an expert file; only files beside the base file may be named", base.c_str(), name);
+        return false;
+    }
+    const size_t slash = base.rfind('/');
+    path = (slash == std::string::npos ? "" : base.substr(0, slash + 1)) + name;
+    return true;
+}
+
+hobbit_model * hobbit_model_new(int32_t config, const gguf_context * meta, const char * path, bool no_alloc, char * err, size_t err_size) {
+    auto model = std::make_unique<hobbit_model>();
+    if (!hobbit_config_get(config, model->config)) {
+        hobbit_fail(err, err_size, hobbit_format("no hobbit configuration has the handle %d", config));
+        return nullptr;
+    }
+    model->no_alloc = no_alloc;
+    if (const char * arch = hobbit_gguf_str(meta, "general.architecture")) {
+        model->store.arch = arch;
+    }
+
+    std::string why;
+    if (const char * high = hobbit_gguf_str(meta, "hobbit.pair.high")) {
+        if (!pair_path(path, high, model->pair_high, why)) {
+            hobbit_fail(err, err_size, why);
+            return nullptr;
+        }
+    }
+    const int64_t low = gguf_find_key(meta, "hobbit.pair.low");
+    if (low >= 0 && gguf_get_kv_type(meta, low) == GGUF_TYPE_ARRAY && gguf_get_arr_type(meta, low) == GGUF_TYPE_STRING && gguf_get_arr_n(meta, low) > 0) {
+        if (!pair_path(path, gguf_get_arr_str(meta, low, 0), model->pair_low, why)) {
+            hobbit_fail(err, err_size, why);
+            return nullptr;
+        }
+    }
+    return model.release();
+}
+
+void hobbit_model_free(hobbit_model * model) {
+    delete model;
+}
+
+const char * hobbit_model_pair_high(const hobbit_model * model) {
+    return model->pair_high.empty() ? nullptr : model->pair_high.c_str();
+}
+
+bool hobbit_model_add_tensor(hobbit_model * model, const ggml_tensor * meta, int fd, uint64_t offset) {
+    return model->store.add_tensor(meta, fd, offset);
+}
+
+void hobbit_model_adopt(hobbit_model * model, ggml_tensor * tensor) {
+    auto managed = std::make_unique<hobbit_managed>();
+    hobbit_managed_init(*managed, model, model->store.find(tensor->name));
+    tensor->extra = managed.get();
+    if (!model->no_alloc) {
+        tensor->data = model->no_access.reserve(ggml_nbytes(tensor));
+    }
+    model->managed.push_back(std::move(managed));
+}
+
+bool hobbit_is_managed(const ggml_tensor * tensor) {
+    return tensor && ggml_cpu_experts_of(tensor) != nullptr;
+}
+
+size_t hobbit_model_bytes(const hobbit_model * model) {
+    return model->bytes();
+}
+
+static double mib(uint64_t bytes) {
+    return bytes / (1024.0 * 1024.0);
+}
+
+// one block: what will happen
+static std::string describe(const hobbit_model & model, const std::string & low_path, const std::string & sizing) {
+    const hobbit_config &     config = model.config;
+    const hobbit_thresholds & th     = config.thresholds;
+
+    uint64_t total[HOBBIT_N_PRECISIONS] = { 0, 0 };
+    std::set<std::string> types[HOBBIT_N_PRECISIONS];
+    for (const auto & weight : model.store.weights) {
+        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+            if (weight->source[p].file) {
+                total[p] += weight->source[p].expert_bytes * weight->ne[2];
+                types[p].insert(ggml_type_name(weight->source[p].type));
+            }
+        }
+    }
+    const auto pool = [&](const char * name, int p, const std::string & file) {
+        std::string type;
+        for (const std::string & t : types[p]) {
+            type += (type.empty() ? "" : "+") + t;
+        }
+        return hobbit_format("  %-10s %s, %s: %d slots of %.2f MiB; all experts take %.1f MiB\n", name, file.c_str(), type.c_str(),
+                model.pools[p].pool->n_slots(), mib(model.slot_bytes(p)), mib(total[p]));
+    };
+
+    std::string text = "hobbit: expert cache on\n";
+    text += hobbit_format("  %-10s %d layers with experts, up to %d experts each (%s)\n", "model",
+            model.store.n_layer(), model.store.n_expert(), model.store.arch.c_str());
+    text += hobbit_format("  %-10s %.1f MiB: %s\n", "cache", mib(model.bytes()), sizing.c_str());
+    if (model.uses(HOBBIT_HIGH)) {
+        text += pool("high", HOBBIT_HIGH, model.store.weights[0]->source[HOBBIT_HIGH].file->path);
+    }
+    if (model.uses(HOBBIT_LOW)) {
+        text += pool("low", HOBBIT_LOW, low_path);
+    }
+    text += hobbit_format("  %-10s %d places of %.2f MiB for experts that find no slot\n", "ring", model.n_ring, mib(model.ring_bytes()));
+    text += hobbit_format("  %-10s %s", "precision", hobbit_rule_name(th.rule));
+    if (th.rule == HOBBIT_RULE_HOBBIT || th.rule == HOBBIT_RULE_ARTICLE) {
+        text += hobbit_format(", T1 %g, T2 %g%s%s", th.t1, th.t2, config.renormalise ? ", renormalised after skips" : "",
+                model.uses(HOBBIT_LOW) ? "" : "; no low-precision file: high instead of low");
+    }
+    text += config.deterministic ? ", deterministic\n" : "\n";
+    text += hobbit_format("  %-10s %s", "policy", hobbit_policy_name(config.policy.policy));
+    if (config.policy.policy == HOBBIT_POLICY_HOBBIT) {
+        text += hobbit_format(" (recency %.2f, frequency %.2f, high-precision frequency %.2f, layer distance %.2f)",
+                config.policy.w_lru, config.policy.w_lfu, config.policy.w_lhu, config.policy.w_fld);
+    }
+    return text + hobbit_format("\n  %-10s %d threads, buffered reads\n", "loader", config.io_threads);
+}
+
+static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_expert_used, std::string & err) {
+    hobbit_config & config = model.config;
+    if (!model.store.finish(err)) {
+        return false;
+    }
+
+    const std::string low_path = config.low_path.empty() ? model.pair_low : config.low_path;
+    if (!config.rule_set) {
+        config.thresholds.rule = low_path.empty() ? HOBBIT_RULE_HIGH : HOBBIT_RULE_HOBBIT;
+    }
+    const hobbit_rule rule = config.thresholds.rule;
+    if (rule == HOBBIT_RULE_LOW && low_path.empty()) {
+        err = "--hobbit-precision low needs --hobbit-low FILE";
+        return false;
+    }
+    if (!low_path.empty() && !model.store.open_low(low_path, meta, err)) {
+        return false;
+    }
+    if (model.no_alloc) {
+        return true;
+    }
+
+    const bool in_use[HOBBIT_N_PRECISIONS] = { !low_path.empty() && rule != HOBBIT_RULE_HIGH, rule != HOBBIT_RULE_LOW };
+
+    hobbit_plan_params params = {};
+    params.n_expert_used = n_expert_used;
+    params.low_share     = config.low_share;
+    params.ring_bytes    = model.ring_bytes();
+    for (const hobbit_layer & layer : model.store.layers) {
+        params.n_experts += layer.n_expert;
+    }
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        params.slot_bytes[p] = in_use[p] ? model.slot_bytes(p) : 0;
+    }
+
+    std::string sizing;
+    if (config.cache_auto) {
+        const hobbit_memory mem    = hobbit_memory_now();
+        const uint64_t      margin = hobbit_memory_margin(mem.limit);
+        params.budget = mem.limit - std::min(mem.limit, mem.used + margin);
+        sizing = hobbit_format("auto: %s, %.0f MiB, less %.0f MiB in use and %.0f MiB margin", mem.source.c_str(), mib(mem.limit), mib(mem.used), mib(margin));
+    } else {
+        params.budget = config.cache_bytes;
+        sizing = hobbit_format("of %.1f MiB allowed", mib(config.cache_bytes));
+    }
+
+    hobbit_plan plan;
+    if (!hobbit_plan_pools(params, plan)) {
+        const unsigned long long least_kib = (hobbit_plan_min_bytes(params) + 1023) / 1024;
+        err = hobbit_format("a cache of %.2f MiB is too small (%s): one token uses %d experts of a layer, which with the ring for streaming "
+                "take %.2f MiB; the smallest setting that works is --hobbit-cache %lluKiB",
+                mib(params.budget), sizing.c_str(), n_expert_used, mib(least_kib * 1024), least_kib);
+        return false;
+    }
+
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        if (!in_use[p]) {
+            continue;
+        }
+        hobbit_pool_memory & mem = model.pools[p];
+        if (!mem.bank.alloc(model.slot_bytes(p), plan.n_slots[p], err)) {
+            return false;
+        }
+        mem.pool  = std::make_unique<hobbit_pool>(model.store.n_layer(), model.store.n_expert(), plan.n_slots[p], config.policy);
+        mem.state = std::unique_ptr<std::atomic<uint8_t>[]>(new std::atomic<uint8_t>[(size_t) plan.n_slots[p] * HOBBIT_N_ROLES]());
+    }
+    model.n_ring = plan.n_ring;
+    if (!model.ring.alloc(model.ring_bytes(), plan.n_ring, err)) {
+        return false;
+    }
+    for (auto & managed : model.managed) {
+        const hobbit_source & low = managed->weight->source[HOBBIT_LOW];
+        if (in_use[HOBBIT_LOW]) {
+            managed->experts.types[HOBBIT_LOW] = low.type;
+        }
+    }
+    model.loader = std::make_unique<hobbit_loader>(config.io_threads, config.check);
+
+    log_text(config, 0, describe(model, low_path, sizing));
+    return true;
+}
+
+bool hobbit_model_finish(hobbit_model * model, const gguf_context * meta, int32_t n_expert_used, char * err, size_t err_size) {
+    std::string why;
+    return finish(*model, meta, n_expert_used, why) || hobbit_fail(err, err_size, why);
+}
+
+//
+// reports
+//
+
+static std::mutex                 contexts_mutex; // guards the list, not the contexts
+static std::set<hobbit_context *> contexts;
+
+static hobbit_stats_labels labels_of(const hobbit_context & ctx) {
+    const hobbit_model & model = *ctx.model;
+    hobbit_stats_labels labels = {};
+    labels.rule        = hobbit_rule_name(model.config.thresholds.rule);
+    labels.policy      = hobbit_policy_name(model.config.policy.policy);
+    labels.cache_bytes = model.bytes();
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        labels.n_slots[p] = model.uses(p) ? model.pools[p].pool->n_slots() : 0;
+        labels.n_used [p] = model.uses(p) ? model.pools[p].pool->n_used()  : 0;
+    }
+    for (const hobbit_layer & layer : model.store.layers) {
+        labels.blocks.push_back(layer.block);
+    }
+    return labels;
+}
+
+static hobbit_stats stats_of(hobbit_context & ctx) {
+    std::lock_guard<std::mutex> lock(ctx.stats_mutex);
+    return ctx.stats;
+}
+
+// written beside and renamed, so that a reader never sees half a file
+static void write_stats(const hobbit_context & ctx, const hobbit_stats & stats) {
+    const std::string & path = ctx.model->config.stats_path;
+    const std::string   tmp  = path + ".tmp";
+    const std::string   text = hobbit_stats_to_json(stats, labels_of(ctx));
+
+    FILE * file = fopen(tmp.c_str(), "w");
+    bool   ok   = file && fwrite(text.data(), 1, text.size(), file) == text.size();
+    ok = file && fclose(file) == 0 && ok;
+    if (!ok || rename(tmp.c_str(), path.c_str()) != 0) {
+        fprintf(stderr, "hobbit: %s: statistics cannot be written: %s\n", path.c_str(), strerror(errno));
+        remove(tmp.c_str());
+    }
+}
+
+static void report(const hobbit_context & ctx, const hobbit_stats & stats) {
+    if (stats.steps == 0) {
+        return;
+    }
+    if (ctx.model->config.verbose) {
+        fputs(hobbit_stats_to_table(stats, labels_of(ctx)).c_str(), stderr);
+    }
+    if (!ctx.model->config.stats_path.empty()) {
+        write_stats(ctx, stats);
+    }
+}
+
+// may run in a signal handler that interrupted a holder of either lock: then the numbers are read without it
+void hobbit_report_all(void) {
+    const bool locked = contexts_mutex.try_lock();
+    for (hobbit_context * ctx : contexts) {
+        const bool ctx_locked = ctx->stats_mutex.try_lock();
+        report(*ctx, ctx->stats);
+        if (ctx_locked) {
+            ctx->stats_mutex.unlock();
+        }
+    }
+    contexts.clear();
+    if (locked) {
+        contexts_mutex.unlock();
+    }
+}
+
+static void report_and_die(int signal_number) {
+    hobbit_report_all();
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);
+}
+
+// a program that ends by exit() or by a signal it does not handle itself still gets its table
+static void report_at_end() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        atexit(hobbit_report_all);
+        for (int signal_number : { SIGINT, SIGTERM }) {
+            struct sigaction old;
+            if (sigaction(signal_number, nullptr, &old) == 0 && old.sa_handler == SIG_DFL) {
+                signal(signal_number, report_and_die);
+            }
+        }
+    });
+}
+
+//
+// context
+//
+
+hobbit_context * hobbit_context_new(hobbit_model * model) {
+    auto * ctx = new hobbit_context;
+    ctx->model = model;
+    ctx->routes = std::vector<hobbit_route>(model->store.n_layer());
+    for (int i = 0; i < model->store.n_layer(); ++i) {
+        ctx->routes[i].ctx   = ctx;
+        ctx->routes[i].layer = i;
+    }
+    ctx->stats.layers.resize(model->store.n_layer());
+
+    if (!model->no_alloc && (model->config.verbose || !model->config.stats_path.empty())) {
+        std::lock_guard<std::mutex> lock(contexts_mutex);
+        contexts.insert(ctx);
+        if (model->config.verbose) {
+            report_at_end();
+        }
+    }
+    return ctx;
+}
+
+void hobbit_context_free(hobbit_context * ctx) {
+    if (!ctx) {
+        return;
+    }
+    bool listed;
+    {
+        std::lock_guard<std::mutex> lock(contexts_mutex);
+        listed = contexts.erase(ctx) > 0;
+    }
+    if (listed) {
+        report(*ctx, stats_of(*ctx));
+    }
+    delete ctx;
+}
+
+void hobbit_sequence_begin(hobbit_context * ctx, int32_t seq_id) {
+    std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
+    ctx->records[seq_id].reset((size_t) ctx->model->store.n_layer() * ctx->model->store.n_expert());
+}
+
+void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
+    ctx->model->step_mutex.lock();
+
+    const size_t n_keys = (size_t) ctx->model->store.n_layer() * ctx->model->store.n_expert();
+
+    ctx->token_seq.assign(ubatch->seq_id, ubatch->seq_id + ubatch->n_tokens);
+    ctx->output_seq.clear();
+    ctx->step_records.clear();
+    for (int32_t i = 0; i < ubatch->n_tokens; ++i) {
+        auto [it, is_new] = ctx->records.try_emplace(ubatch->seq_id[i]);
+        hobbit_records & records = it->second;
+        if (is_new || (ubatch->pos && ubatch->pos[i] == 0)) {
+            records.reset(n_keys);
+        }
+        records.n_tokens++;
+        if (std::find(ctx->step_records.begin(), ctx->step_records.end(), &records) == ctx->step_records.end()) {
+            ctx->step_records.push_back(&records);
+        }
+        if (!ubatch->output || ubatch->output[i]) {
+            ctx->output_seq.push_back(ubatch->seq_id[i]);
+        }
+    }
+    ctx->decode     = (size_t) ubatch->n_tokens <= ctx->step_records.size();
+    ctx->t_begin_us = ggml_time_us();
+    ctx->failed.store(false, std::memory_order_relaxed);
+}
+
+bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
+    hobbit_model & model = *ctx->model;
+    const uint64_t us    = ggml_time_us() - ctx->t_begin_us;
+    const bool     ok    = !ctx->failed.load(std::memory_order_relaxed);
+
+    if (!ok) {
+        // what failed to load must not be found by the next step
+        model.loader->drain();
+        for (const auto & [precision, slot] : ctx->pinned) {
+            for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+                if (model.pools[precision].piece(slot, role).load() == HOBBIT_PIECE_FAILED) {
+                    model.pools[precision].pool->drop(slot);
+                    break;
+                }
+            }
+        }
+        const auto dropped = [&](const std::pair<int, int> & pin) { return model.pools[pin.first].pool->key_at(pin.second) < 0; };
+        ctx->pinned.erase(std::remove_if(ctx->pinned.begin(), ctx->pinned.end(), dropped), ctx->pinned.end());
+        hobbit_fail(err, err_size, model.loader->take_error());
+    }
+    hobbit_unpin_all(*ctx);
+
+    {
+        std::lock_guard<std::mutex> lock(ctx->stats_mutex);
+        hobbit_flush_stall(*ctx);
+        ctx->stats.steps++;
+        ctx->stats.failed_steps += ok ? 0 : 1;
+        (ctx->decode ? ctx->stats.decode_tokens : ctx->stats.prompt_tokens) += ctx->token_seq.size();
+        (ctx->decode ? ctx->stats.decode_us     : ctx->stats.prompt_us)     += us;
+    }
+    model.step_mutex.unlock();
+    return ok;
+}
+
+//
+// statistics
+//
+
+static size_t copy_text(const std::string & text, char * buf, size_t buf_size) {
+    if (buf && buf_size > 0) {
+        snprintf(buf, buf_size, "%s", text.c_str());
+    }
+    return text.size();
+}
+
+void hobbit_stats_reset(hobbit_context * ctx) {
+    std::lock_guard<std::mutex> lock(ctx->stats_mutex);
+    const size_t n_layer = ctx->stats.layers.size();
+    ctx->stats = hobbit_stats();
+    ctx->stats.layers.resize(n_layer);
+}
+
+size_t hobbit_stats_json(hobbit_context * ctx, char * buf, size_t buf_size) {
+    return copy_text(hobbit_stats_to_json(stats_of(*ctx), labels_of(*ctx)), buf, buf_size);
+}
+
+size_t hobbit_stats_table(hobbit_context * ctx, char * buf, size_t buf_size) {
+    return copy_text(hobbit_stats_to_table(stats_of(*ctx), labels_of(*ctx)), buf, buf_size);
+}

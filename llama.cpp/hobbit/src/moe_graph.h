@@ -1,0 +1,122 @@
+// moe_graph: how a MoE layer of a llama graph meets the engine.
+//
+// Each managed layer gets a route node, a custom op on the host that runs once the router's choice is known: it decides each
+// chosen expert's precision, pins what is resident, makes room, starts the reads, and hands on the gate weights. The layer's
+// MUL_MAT_ID nodes depend on it; the CPU kernel asks them for experts through ggml_cpu_experts (ggml-cpu.h): which are in this
+// step, in which order, and where. An expert is computed from its cache slot, or, when the step needs more than the cache has
+// room for, from a ring that one weight tensor at a time is streamed through.
+
+#pragma once
+
+#include "banks.h"
+#include "cache.h"
+#include "config.h"
+#include "loader.h"
+#include "stats.h"
+#include "store.h"
+
+#include "ggml-cpu.h"
+#include "ggml.h"
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+struct hobbit_model;
+struct hobbit_context;
+
+// what extra of a managed tensor points to; first member so that the kernel's pointer is ours
+struct hobbit_managed {
+    ggml_cpu_experts experts;
+    hobbit_model *   model;
+    hobbit_weight *  weight;
+};
+
+// one pool: a precision's table, memory and the state of every piece in it
+struct hobbit_pool_memory {
+    std::unique_ptr<hobbit_pool>            pool;
+    hobbit_bank                             bank;
+    std::unique_ptr<std::atomic<uint8_t>[]> state; // [n_slots * HOBBIT_N_ROLES], hobbit_piece_state
+
+    std::atomic<uint8_t> & piece(int slot, int role) { return state[(size_t) slot * HOBBIT_N_ROLES + role]; }
+};
+
+struct hobbit_model {
+    hobbit_config config;
+    hobbit_store  store;
+    bool          no_alloc = false;
+    std::string   pair_high; // path of the high-precision expert file of a pair, "" if none
+    std::string   pair_low;
+
+    std::vector<std::unique_ptr<hobbit_managed>> managed;
+    hobbit_no_access                             no_access;
+
+    hobbit_pool_memory pools[HOBBIT_N_PRECISIONS];
+    hobbit_bank        ring;
+    int                n_ring = 0;
+
+    std::unique_ptr<hobbit_loader> loader;
+
+    // held for the length of a step: steps of one model never overlap, which is what makes pins and ring simple
+    std::mutex step_mutex;
+
+    bool   uses(int precision) const { return pools[precision].pool != nullptr; }
+    // where role's weights of an expert in a slot begin
+    size_t role_offset(int layer, int precision, int role) const;
+    // bytes of a slot that holds any expert of any layer
+    size_t slot_bytes(int precision) const;
+    size_t ring_bytes() const; // of one place
+    size_t bytes() const;      // of all memory reserved
+};
+
+// one expert in the running step
+struct hobbit_step_expert {
+    int32_t id;
+    int8_t  precision; // HOBBIT_LOW or HOBBIT_HIGH
+    int32_t slot;      // -1: streamed
+};
+
+// the route node's userdata: one per managed layer and context, at a stable address
+struct hobbit_route {
+    hobbit_context * ctx   = nullptr;
+    int              layer = 0;
+
+    // valid from the route node to the layer's last MUL_MAT_ID
+    std::vector<hobbit_step_expert> experts; // resident first, then those that are loading, then streamed
+    int  n_cached = 0;                       // experts[n_cached ..] are streamed
+    bool uses[HOBBIT_N_PRECISIONS] = {};
+
+    // one per streamed expert, started over by every MUL_MAT_ID
+    std::unique_ptr<std::atomic<uint8_t>[]> stream_state;
+    std::unique_ptr<std::atomic<int>[]>     stream_released;
+    int n_threads = 1;
+};
+
+struct hobbit_context {
+    hobbit_model *                         model;
+    std::vector<hobbit_route>              routes; // [n_layer]
+    std::map<int32_t, hobbit_records>      records;
+
+    // the running step
+    std::vector<int32_t>                   token_seq;  // [n_tokens]
+    std::vector<int32_t>                   output_seq; // [n_outputs]
+    std::vector<const hobbit_records *>    step_records;
+    std::vector<std::pair<int, int>>       pinned;     // (precision, slot)
+    std::atomic<bool>                      failed { false };
+    std::atomic<uint64_t>                  stall_us { 0 }; // since the last route node
+    int                                    stall_layer = 0;
+    int64_t                                t_begin_us  = 0;
+    bool                                   decode      = false;
+
+    std::mutex   stats_mutex;
+    hobbit_stats stats;
+};
+
+void hobbit_managed_init(hobbit_managed & managed, hobbit_model * model, hobbit_weight * weight);
+
+void hobbit_unpin_all(hobbit_context & ctx);
+// adds the waiting time since the last call to the layer it belongs to; stats_mutex must be held
+void hobbit_flush_stall(hobbit_context & ctx);

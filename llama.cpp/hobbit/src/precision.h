@@ -1,0 +1,33 @@
+// precision: which precision each selected expert deserves, from its gate weight alone.
+//
+// Pure functions, no state. The caller (moe_graph) combines the answers of all tokens of a ubatch per expert: the highest wins.
+
+#pragma once
+
+#include <cstdint>
+
+enum hobbit_precision : int8_t {
+    HOBBIT_PRECISION_SKIP = 0,
+    HOBBIT_PRECISION_LOW  = 1,
+    HOBBIT_PRECISION_HIGH = 2,
+};
+
+enum hobbit_rule : int8_t {
+    HOBBIT_RULE_HIGH,    // everything high: exact mode
+    HOBBIT_RULE_LOW,     // everything low
+    HOBBIT_RULE_HOBBIT,  // cumulative gate weight against T1 and T2 (HOBBIT section 3.2)
+    HOBBIT_RULE_ARTICLE, // each weight on its own, as the source article has it; for comparison only
+};
+
+struct hobbit_thresholds {
+    hobbit_rule rule;
+    float       t1; // [0, 1]
+    float       t2; // [t1, 1]
+};
+
+// weights[n]: gate weights of one token's selected experts, in any order and of any scale (>= 0)
+// out[n]: their precision. The largest weight is always high under HOBBIT and ARTICLE.
+void hobbit_precision_score(const hobbit_thresholds & th, const float * weights, int n, hobbit_precision * out);
+
+// the unimportance score of each expert: the normalised weight of all that rank before it, s_0 = 0
+void hobbit_precision_unimportance(const float * weights, int n, float * score);

@@ -1,0 +1,56 @@
+// stats: what the cache did, per layer and in total.
+//
+// moe_graph counts under the context's lock, once per layer and step; readers copy under the same lock. A lookup is one expert
+// in one layer of one ubatch, a selection one (token, expert) pair; in decode with one sequence the two are the same.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+struct hobbit_counters {
+    uint64_t lookups     = 0; // = hits + misses_high + misses_low + skips
+    uint64_t hits        = 0;
+    uint64_t misses_high = 0;
+    uint64_t misses_low  = 0;
+    uint64_t skips       = 0;
+
+    uint64_t selected_high = 0; // selections by the precision they were computed in
+    uint64_t selected_low  = 0;
+    uint64_t selected_skip = 0;
+
+    uint64_t evictions        = 0;
+    uint64_t read_bytes_high  = 0;
+    uint64_t read_bytes_low   = 0;
+    uint64_t streamed         = 0; // of the misses, those that went past the cache
+    uint64_t stall_us         = 0; // the first compute thread waited for bytes
+
+    void add(const hobbit_counters & other);
+};
+
+struct hobbit_stats {
+    std::vector<hobbit_counters> layers;
+
+    uint64_t prompt_tokens = 0; // in ubatches with more tokens than sequences
+    uint64_t prompt_us     = 0;
+    uint64_t decode_tokens = 0;
+    uint64_t decode_us     = 0;
+    uint64_t steps         = 0;
+    uint64_t failed_steps  = 0;
+
+    hobbit_counters total() const;
+};
+
+// what the texts say beside the counters
+struct hobbit_stats_labels {
+    std::string          rule;
+    std::string          policy;
+    uint64_t             cache_bytes;
+    int                  n_slots[2]; // low, high
+    int                  n_used [2];
+    std::vector<int32_t> blocks;     // layer -> N in blk.N
+};
+
+std::string hobbit_stats_to_json (const hobbit_stats & stats, const hobbit_stats_labels & labels);
+std::string hobbit_stats_to_table(const hobbit_stats & stats, const hobbit_stats_labels & labels);

@@ -1,0 +1,115 @@
+// store: where the bytes of each expert are.
+//
+// The loader shows every tensor of the model (add_tensor); routed expert weights are kept, routers are remembered for the
+// check of the low-precision file, the rest is ignored. open_low() then finds the same weights in a second GGUF of the same
+// model, sharded or not. After that the store is read-only and may be used from any thread. It reads headers and routers, never
+// experts: that is the loader's work.
+
+#pragma once
+
+#include "precision.h"
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct gguf_context;
+
+enum hobbit_role : int8_t {
+    HOBBIT_ROLE_GATE,
+    HOBBIT_ROLE_UP,
+    HOBBIT_ROLE_DOWN,
+    HOBBIT_ROLE_GATE_UP,
+    HOBBIT_N_ROLES,
+};
+
+// index into the per-precision arrays below
+enum { HOBBIT_LOW, HOBBIT_HIGH, HOBBIT_N_PRECISIONS };
+
+struct hobbit_file {
+    int         fd = -1;
+    std::string path;
+    uint64_t    size     = 0; // bytes, at load
+    int64_t     mtime_ns = 0;
+
+    hobbit_file() = default;
+    hobbit_file(const hobbit_file &) = delete;
+    ~hobbit_file();
+
+    // empty if size and modification time are those of the load, else what changed
+    std::string changed() const;
+};
+
+// one copy of an expert weight: expert e is the expert_bytes bytes at offset + e * expert_bytes
+struct hobbit_source {
+    const hobbit_file * file = nullptr; // NULL: this precision does not exist
+    ggml_type           type = GGML_TYPE_COUNT;
+    uint64_t            offset       = 0;
+    uint64_t            expert_bytes = 0;
+};
+
+// one expert weight tensor, all experts of one role in one layer
+struct hobbit_weight {
+    std::string   name;
+    int           block = -1; // N in blk.N
+    int           layer = -1; // index among the managed layers, set by finish()
+    hobbit_role   role  = HOBBIT_N_ROLES;
+    int64_t       ne[3] = { 0, 0, 0 }; // columns, rows, experts
+    hobbit_source source[HOBBIT_N_PRECISIONS];
+};
+
+struct hobbit_layer {
+    int                   block    = -1;
+    int                   n_expert = 0;
+    const hobbit_weight * weight[HOBBIT_N_ROLES] = {};
+};
+
+class hobbit_store {
+  public:
+    // true if the tensor is a routed expert weight. fd is duplicated; offset counts from the start of its file
+    bool add_tensor(const ggml_tensor * meta, int fd, uint64_t offset);
+
+    hobbit_weight * find(const std::string & name);
+
+    // numbers the layers; false if there is nothing to manage or a layer is incomplete
+    bool finish(std::string & err);
+
+    // finds every managed weight in path (any shard of it) and checks that it is the same model
+    bool open_low(const std::string & path, const gguf_context * high_meta, std::string & err);
+
+    int n_expert() const { return n_expert_max; } // of the layer with most
+    int n_layer () const { return (int) layers.size(); }
+
+    std::string arch; // general.architecture
+    std::vector<hobbit_layer> layers;
+    std::vector<std::unique_ptr<hobbit_weight>> weights;
+    std::vector<std::unique_ptr<hobbit_file>>   files;
+
+  private:
+    struct router {
+        std::string         name;
+        ggml_type           type;
+        int64_t             n_elements;
+        const hobbit_file * file;
+        uint64_t            offset;
+    };
+
+    const hobbit_file * file_of_fd(int fd);
+    bool same_routers(const std::vector<router> & low, const std::string & path, std::string & err) const;
+
+    std::vector<router> routers;
+    std::vector<std::pair<int, const hobbit_file *>> fds; // the loader's descriptor -> our copy of it
+    int         n_expert_max = 0;
+};
+
+// formats a message; the engine's errors are one line without a full stop
+std::string hobbit_format(const char * fmt, ...) __attribute__((format(printf, 1, 2)));
+
+// NULL: not there, or not a string
+const char * hobbit_gguf_str(const gguf_context * meta, const char * key);
+
+// reads size bytes at offset; on failure says what is wrong with the file
+bool hobbit_file_read(const hobbit_file & file, uint64_t offset, void * dst, size_t size, std::string & err);

@@ -1,0 +1,232 @@
+// cache: eviction order per policy, pins, and agreement with a naive table over random sequences
+
+#include "check.h"
+
+#include "cache.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <random>
+#include <vector>
+
+static hobbit_policy_params with(hobbit_policy policy) {
+    hobbit_policy_params params;
+    params.policy = policy;
+    return params;
+}
+
+static int place(hobbit_pool & pool, int layer, int expert, const hobbit_records * records = nullptr, bool evict = true) {
+    int64_t evicted;
+    const int slot = pool.place(layer, expert, &records, records ? 1 : 0, evict, &evicted);
+    if (slot >= 0) {
+        pool.unpin(slot);
+    }
+    return slot;
+}
+
+static void lru_evicts_what_was_touched_longest_ago() {
+    hobbit_pool pool(1, 8, 3, with(HOBBIT_POLICY_LRU));
+    for (int e = 0; e < 3; ++e) {
+        place(pool, 0, e);
+    }
+    pool.touch(pool.find(0, 0));
+    place(pool, 0, 3);
+    CHECK(pool.find(0, 0) >= 0);
+    CHECK(pool.find(0, 1) <  0);
+    CHECK(pool.find(0, 2) >= 0);
+    CHECK(pool.find(0, 3) >= 0);
+}
+
+static void lfu_evicts_what_the_sequence_used_least() {
+    hobbit_pool    pool(1, 8, 3, with(HOBBIT_POLICY_LFU));
+    hobbit_records records;
+    records.reset(8);
+    const int uses[] = { 3, 1, 2 };
+    for (int e = 0; e < 3; ++e) {
+        place(pool, 0, e, &records);
+        for (int i = 0; i < uses[e]; ++i) {
+            records.n_tokens++;
+            records.use(e, false);
+        }
+    }
+    place(pool, 0, 3, &records);
+    CHECK(pool.find(0, 1) < 0);
+}
+
+static void score_is_equation_3() {
+    hobbit_policy_params params;
+    params.w_lru = 0.1f;
+    params.w_lfu = 0.2f;
+    params.w_lhu = 0.3f;
+    params.w_fld = 0.4f;
+    const int n_layer = 4;
+    hobbit_pool    pool(n_layer, 2, 2, params);
+    hobbit_records records;
+    records.reset(n_layer * 2);
+
+    place(pool, 3, 1, &records);
+    records.n_tokens = 5;
+    records.use(3*2 + 1, true);  // R 5, F 1, H 1
+    records.n_tokens = 7;
+    records.use(3*2 + 1, false); // R 7, F 2, H 1
+    records.n_tokens = 10;       // T 10
+
+    const hobbit_records * r = &records;
+    // from layer 1: distance (3 - 1 + 4) mod 4 = 2
+    const float expected = 0.1f * 7/10 + 0.2f * 2/10 + 0.3f * 1/10 + 0.4f * (1.0f - 2.0f/4);
+    CHECK(std::fabs(pool.priority(pool.find(3, 1), 1, &r, 1) - expected) < 1e-6f);
+    // the layer itself is nearest, the one just computed farthest
+    CHECK(pool.priority(pool.find(3, 1), 3, &r, 1) > pool.priority(pool.find(3, 1), 0, &r, 1));
+}
+
+static void low_precision_use_does_not_touch_h() {
+    hobbit_records records;
+    records.reset(1);
+    records.n_tokens = 1;
+    records.use(0, false);
+    CHECK(records.entries[0].used == 1);
+    CHECK(records.entries[0].high == 0);
+}
+
+static void new_sequence_resets_records_not_contents() {
+    hobbit_pool    pool(1, 4, 2, with(HOBBIT_POLICY_HOBBIT));
+    hobbit_records records;
+    records.reset(4);
+    records.n_tokens = 1;
+    place(pool, 0, 2, &records);
+    records.use(2, true);
+    records.reset(4);
+    CHECK(records.n_tokens == 0);
+    CHECK(records.entries[2].used == 0);
+    CHECK(pool.find(0, 2) >= 0);
+}
+
+static void pinned_slots_stay_and_a_full_pool_says_no() {
+    hobbit_pool pool(1, 8, 2, with(HOBBIT_POLICY_LRU));
+    int64_t evicted;
+    const int a = pool.place(0, 0, nullptr, 0, true, &evicted);
+    const int b = pool.place(0, 1, nullptr, 0, true, &evicted);
+    CHECK(a >= 0 && b >= 0 && a != b);
+    CHECK(pool.place(0, 2, nullptr, 0, true, &evicted) == -1);
+    pool.unpin(b);
+    CHECK(pool.place(0, 2, nullptr, 0, false, &evicted) == -1); // not allowed to evict
+    CHECK(pool.place(0, 2, nullptr, 0, true,  &evicted) == b);
+    CHECK(evicted == 1);
+    CHECK(pool.find(0, 0) == a);
+}
+
+static void dropped_slot_is_free_again() {
+    hobbit_pool pool(1, 8, 1, with(HOBBIT_POLICY_LRU));
+    int64_t evicted;
+    const int slot = pool.place(0, 5, nullptr, 0, true, &evicted);
+    pool.drop(slot);
+    CHECK(pool.find(0, 5) == -1);
+    CHECK(pool.n_used() == 0);
+    CHECK(pool.place(0, 6, nullptr, 0, false, &evicted) == slot);
+    CHECK(evicted == -1);
+}
+
+// a table written as plainly as can be
+struct naive_pool {
+    struct entry { int64_t key; int pins; uint64_t stamp; };
+    size_t             n_slots;
+    uint64_t           clock = 0;
+    std::vector<entry> entries;
+
+    entry * find(int64_t key) {
+        for (entry & e : entries) {
+            if (e.key == key) {
+                return &e;
+            }
+        }
+        return nullptr;
+    }
+};
+
+static void equals_a_naive_table(hobbit_policy policy) {
+    const int n_layer = 5, n_expert = 7, n_slots = 11;
+    std::mt19937   rng(7);
+    hobbit_pool    pool(n_layer, n_expert, n_slots, with(policy));
+    naive_pool     naive = { (size_t) n_slots, 0, {} };
+    hobbit_records records;
+    records.reset(n_layer * n_expert);
+    const hobbit_records * r = &records;
+    std::vector<int64_t> pinned;
+
+    for (int step = 0; step < 100000; ++step) {
+        const int     layer  = (int) (rng() % n_layer);
+        const int     expert = (int) (rng() % n_expert);
+        const int64_t key    = layer * n_expert + expert;
+        records.n_tokens += rng() % 3 == 0 ? 1 : 0;
+        if (rng() % 1000 == 0) {
+            records.reset(n_layer * n_expert);
+        }
+        records.use(key, rng() % 2 == 0);
+
+        naive_pool::entry * e = naive.find(key);
+        CHECK((e != nullptr) == (pool.find(layer, expert) >= 0));
+        if (e) {
+            e->stamp = ++naive.clock;
+            pool.touch(pool.find(layer, expert));
+            if (pinned.size() < 6 && rng() % 4 == 0) {
+                e->pins++;
+                pool.pin(pool.find(layer, expert));
+                pinned.push_back(key);
+            }
+        } else {
+            int64_t expected = -1;
+            if (naive.entries.size() == naive.n_slots) {
+                float best = 0.0f;
+                const naive_pool::entry * out = nullptr;
+                for (const naive_pool::entry & c : naive.entries) {
+                    if (c.pins > 0) {
+                        continue;
+                    }
+                    const int   slot = pool.find((int) (c.key / n_expert), (int) (c.key % n_expert));
+                    const float p    = policy == HOBBIT_POLICY_LRU ? 0.0f : pool.priority(slot, layer, &r, 1);
+                    if (!out || p < best || (p == best && c.stamp < out->stamp)) {
+                        out  = &c;
+                        best = p;
+                    }
+                }
+                expected = out->key;
+                naive.entries.erase(naive.entries.begin() + (out - naive.entries.data()));
+            }
+            naive.entries.push_back({ key, 0, ++naive.clock });
+            int64_t evicted;
+            const int slot = pool.place(layer, expert, &r, 1, true, &evicted);
+            CHECK(slot >= 0);
+            CHECK(evicted == expected);
+            pool.unpin(slot);
+        }
+        if (!pinned.empty() && rng() % 5 == 0) {
+            const int64_t k = pinned.back();
+            pinned.pop_back();
+            naive.find(k)->pins--;
+            pool.unpin(pool.find((int) (k / n_expert), (int) (k % n_expert)));
+        }
+        CHECK(pool.n_used() == (int) naive.entries.size());
+        CHECK(pool.n_used() <= n_slots);
+        for (int64_t k : pinned) {
+            CHECK(pool.find((int) (k / n_expert), (int) (k % n_expert)) >= 0);
+        }
+        if (n_failed > 0) {
+            return;
+        }
+    }
+}
+
+int main() {
+    lru_evicts_what_was_touched_longest_ago();
+    lfu_evicts_what_the_sequence_used_least();
+    score_is_equation_3();
+    low_precision_use_does_not_touch_h();
+    new_sequence_resets_records_not_contents();
+    pinned_slots_stay_and_a_full_pool_says_no();
+    dropped_slot_is_free_again();
+    equals_a_naive_table(HOBBIT_POLICY_LRU);
+    equals_a_naive_table(HOBBIT_POLICY_LFU);
+    equals_a_naive_table(HOBBIT_POLICY_HOBBIT);
+    return check_result("cache");
+}
