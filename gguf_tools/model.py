@@ -195,10 +195,15 @@ class Model:
         return [(i, t) for i, t in self.tensors if t.name not in used]
 
     @cached_property
+    def routers(self) -> list[tuple[int, TensorInfo]]:
+        """The `ffn_gate_inp.weight` tensors in order of layer."""
+        found = [(int(m[1]), i, t) for i, t in self.tensors if (m := _ROUTER.match(t.name))]
+        return [(i, t) for _, i, t in sorted(found, key=lambda r: r[0])]
+
+    @cached_property
     def router_hash(self) -> str:
         """SHA-256 over the raw bytes of all `ffn_gate_inp.weight` tensors in order of layer, in hex."""
-        routers = sorted((int(m[1]), i, t) for i, t in self.tensors if (m := _ROUTER.match(t.name)))
-        if not routers:
+        if not self.routers:
             raise ToolError(
                 "has expert tensors but no router (blk.N.ffn_gate_inp.weight)",
                 file=self.path,
@@ -206,7 +211,7 @@ class Model:
             )
         digest = hashlib.sha256()
         buffer = bytearray(1 << 20)
-        for _, i, t in routers:
+        for i, t in self.routers:
             for start in range(0, t.size, len(buffer)):
                 view = memoryview(buffer)[: min(len(buffer), t.size - start)]
                 self.files[i].read_into(view, t.offset + start, t.name)

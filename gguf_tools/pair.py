@@ -21,6 +21,7 @@ from gguf_tools import ggml
 from gguf_tools.convert import Target, convert_expert, copy_tensor, run_jobs
 from gguf_tools.errors import ExitCode, ToolError, show
 from gguf_tools.ggml import GgufContext, TensorType
+from gguf_tools.header import TensorInfo
 from gguf_tools.imatrix import Imatrix, read_imatrix
 from gguf_tools.keys import (
     K_HIGH,
@@ -394,8 +395,11 @@ def _expert_outputs(plan: PairPlan) -> list[OutputFile]:
         ctx.set_bool(K_KEPT, f.kept)
         if plan.imatrix and f.role == "low":
             ctx.set_str(K_IMATRIX, show(plan.imatrix.path.name))
-        ctx.set_strs(K_SHA, [NO_SHA] * len(model.experts))
-        tensors = [(e.name, f.choices[e.name].type, e.ne) for e in model.experts]
+        tensors: list[tuple[str, TensorType, tuple[int, ...]]] = []
+        if plan.options.low_only:  # the routers show which model the experts belong to
+            tensors += [(t.name, t.type, t.ne) for _, t in model.routers]
+        tensors += [(e.name, f.choices[e.name].type, e.ne) for e in model.experts]
+        ctx.set_strs(K_SHA, [NO_SHA] * len(tensors))
         outputs.append(OutputFile(f.path, ctx, tensors))
     return outputs
 
@@ -497,7 +501,11 @@ class _Run:
         if self.base is not None:
             for i, t in model.base_tensors:
                 total += t.size
-                jobs.append(((i, t.offset), functools.partial(self._copy, model.files[i], t.name, t.offset, t.size)))
+                jobs.append(((i, t.offset), functools.partial(self._copy, model.files[i], t, [self.base])))
+        else:
+            for i, t in model.routers:
+                total += t.size
+                jobs.append(((i, t.offset), functools.partial(self._copy, model.files[i], t, self.experts)))
         jobs.sort(key=lambda job: job[0])  # in file order: the source is read from front to back
         self.progress.start(total, "pairing")
         run_jobs([job for _, job in jobs], self.plan.options.workers or cpu_count())
@@ -520,12 +528,14 @@ class _Run:
             raise ToolError(str(error), file=self.plan.model.path, tensor=e.name, code=ExitCode.UNSUPPORTED) from None
         self._record(e.name, sums)
 
-    def _copy(self, source: GgufFile, name: str, offset: int, size: int, stop: threading.Event) -> None:
-        assert self.base is not None
-        slot = self.base.slots[name]
-        if self._resume(name, [(self.base, slot)], size):
+    def _copy(self, source: GgufFile, t: TensorInfo, files: list[OutputFile], stop: threading.Event) -> None:
+        if self._resume(t.name, [(out, out.slots[t.name]) for out in files], t.size):
             return
-        self._record(name, [copy_tensor(source, offset, self.base, slot, self.progress, stop)])
+        sums = []
+        for n, out in enumerate(files):
+            progress = self.progress if n == 0 else NoProgress()
+            sums.append(copy_tensor(source, t.offset, out, out.slots[t.name], progress, stop))
+        self._record(t.name, sums)
 
     def _record(self, name: str, sums: list[str]) -> None:
         with self.lock:
@@ -550,7 +560,7 @@ class _Run:
         """Complete and publish the files, the base last: a base that exists has its experts."""
         model = self.plan.model
         for k, out in enumerate(self.experts):
-            out.context.set_strs(K_SHA, [self.sums[e.name][k] for e in model.experts])
+            out.context.set_strs(K_SHA, [self.sums[name][k] for name in out.slots])
             self._finish(out)
         if self.base is not None:
             lows = range(1, len(self.experts))

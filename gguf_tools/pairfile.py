@@ -56,8 +56,9 @@ class ExpertsFile:
             self.router_hash = ctx.get_str(K_ROUTER)
             self.model = Model([self.file])
             self.experts: dict[str, ExpertTensor] = {e.name: e for e in self.model.require_experts()}
-            if len(self.experts) != len(self.file.header.tensors):
-                other = next(t.name for t in self.file.header.tensors if t.name not in self.experts)
+            known = self.experts.keys() | {t.name for _, t in self.model.routers}
+            if len(known) != len(self.file.header.tensors):
+                other = next(t.name for t in self.file.header.tensors if t.name not in known)
                 raise ToolError(
                     "is not a routed expert tensor: it does not belong into an expert file", file=path, tensor=other
                 )

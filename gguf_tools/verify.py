@@ -258,6 +258,8 @@ def _verify_experts(
     try:
         report = VerifyReport("experts", [str(path)])
         check = _Check(report, progress, max_error)
+        if low.model.routers and low.model.router_hash != low.router_hash:
+            check.problem(low.file, None, "its routers do not have the hash that it states")
         if model is not None:
             source = open_model(model)
             report.files += [str(f.path) for f in source.files]

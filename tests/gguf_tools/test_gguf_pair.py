@@ -484,6 +484,8 @@ def test_low_only_belongs_to_the_model_it_was_made_from(tmp_path: Path) -> None:
     plan, _ = make_pair(source, tmp_path / "out", low_only=True)
     (low,) = (tmp_path / "out").iterdir()
     assert low == plan.files[0].path
+    routers = {n: t for n, t in read_back(low).items() if "gate_inp" in n}
+    assert routers == {n: t for n, t in read_back(source).items() if "gate_inp" in n}  # they prove what it belongs to
     report = verify(low, model=source)
     assert report.ok and not report.notes and len(report.errors) == 6
     other = Moe(seed=2).build().write(tmp_path / "other.gguf")
