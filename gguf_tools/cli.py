@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +24,9 @@ from gguf_tools.inspect import Inspection
 from gguf_tools.inspect import inspect as inspect_file
 from gguf_tools.merge import plan_merge, run_merge
 from gguf_tools.output import NoProgress, Progress
-from gguf_tools.pair import PairOptions, PairPlan, PairResult, plan_pair, run_pair
-from gguf_tools.units import format_rate, format_size, parse_size
+from gguf_tools.pair import PairOptions, PairPlan, PairResult, cpu_count, plan_pair, run_pair
+from gguf_tools.plan import Machine, Plan, expert_piece, make_plan, measure_disk, measure_ram, parse_mix
+from gguf_tools.units import format_rate, format_size, parse_rate, parse_size
 from gguf_tools.verify import VerifyReport
 from gguf_tools.verify import verify as verify_files
 
@@ -364,6 +365,83 @@ def merge(
         out.print(escape(show(f"differs from the source: {difference}")), soft_wrap=True)
     if identical:
         out.print("byte-identical to the source (header and every tensor's checksum match)")
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Argument(help="The base file of a pair, or a MoE GGUF.")],
+    ram: Annotated[str, typer.Option(help="Memory of the machine, e.g. 64G.")],
+    vram: Annotated[str, typer.Option(help="Memory of the GPU; 0: the CPU computes.")] = "0",
+    link: Annotated[str, typer.Option(help="RAM to GPU.")] = "25GB/s",
+    disk: Annotated[str | None, typer.Option(help="Random reads of an expert. Default: 3GB/s, or measured.")] = None,
+    ram_rate: Annotated[str | None, typer.Option(help="Memory bandwidth. Default: 30GB/s, or measured.")] = None,
+    vram_rate: Annotated[str, typer.Option(help="Bandwidth of the GPU's memory.")] = "500GB/s",
+    reserve: Annotated[str, typer.Option(help="Kept free in each memory.")] = "512MiB",
+    context: Annotated[int, typer.Option("--ctx", min=1, max=1 << 24, help="Tokens of KV cache.")] = 4096,
+    mix: Annotated[str | None, typer.Option(help="Shares of high,low,skipped selections, e.g. 0.67,0.3,0.03.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Recorded selections, as JSON lines.")] = None,
+    resident_speed: Annotated[
+        float | None, typer.Option(min=1e-6, help="Tokens/s measured with everything in compute memory.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure disk and RAM bandwidth now.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Estimate expert places, bytes per token and tokens/s, and say whether a cache pays."""
+    machine = Machine(
+        vram=parse_size(vram, "--vram"),
+        ram=parse_size(ram, "--ram"),
+        link=parse_rate(link, "--link"),
+        vram_rate=parse_rate(vram_rate, "--vram-rate"),
+        reserve=parse_size(reserve, "--reserve"),
+    )
+    measured = []
+    if measure and disk is None:
+        file, piece = expert_piece(model)
+        machine = replace(machine, disk=measure_disk(file, piece))
+        measured.append("disk")
+    if measure and ram_rate is None:
+        machine = replace(machine, ram_rate=measure_ram(cpu_count()))
+        measured.append("RAM")
+    if disk is not None:
+        machine = replace(machine, disk=parse_rate(disk, "--disk"))
+    if ram_rate is not None:
+        machine = replace(machine, ram_rate=parse_rate(ram_rate, "--ram-rate"))
+    result = make_plan(
+        model,
+        replace(machine, measured=tuple(measured)),
+        trace=trace,
+        context=context,
+        mix=parse_mix(mix) if mix is not None else None,
+        resident_speed=resident_speed,
+    )
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        _show_plan(result)
+
+
+def _show_plan(p: Plan) -> None:
+    out = _out()
+    table = Table(title="experts", title_justify="left")
+    for column in ("in", "high", "low", "bytes"):
+        table.add_column(column, justify="left" if column == "in" else "right")
+    for tier in p.tiers:
+        table.add_row(tier.name, str(tier.high), str(tier.low), format_size(tier.bytes))
+    table.add_row("files", str(p.total_experts), str(p.total_experts) if len(p.expert_bytes) > 1 else "0", "")
+    out.print(table)
+    out.print(f"everything else: {format_size(p.base_bytes)}, KV cache {format_size(p.kv_bytes)}")
+    out.print(
+        f"per token: {format_size(p.bytes_compute)} read by computing, hit rate {100 * p.hit_rate:.1f} %, "
+        f"{format_size(p.bytes_link)} over the link, {format_size(p.bytes_disk)} from disk",
+        soft_wrap=True,
+    )
+    if p.tokens_per_s:
+        out.print(f"with the cache: {p.tokens_per_s:.2f} to {p.tokens_per_s_overlapped:.2f} tokens/s")
+    for name, speed in p.alternatives.items():
+        out.print(f"without: {escape(name)}: {speed:.2f} tokens/s", soft_wrap=True)
+    for line in p.assumptions:
+        out.print(f"assumed: {escape(show(line))}", soft_wrap=True)
+    out.print(escape(show(p.recommendation)), soft_wrap=True, style="bold")
 
 
 @functools.lru_cache(maxsize=1)
