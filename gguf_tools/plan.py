@@ -3,20 +3,19 @@
 The estimate is deliberately small: bytes over bandwidths. Every number that goes in is an option or printed as an
 assumption.
 
-    time per token = everything read from compute memory / its bandwidth + expert bytes missed / bandwidth of the tier
-    below
+    time per token = bytes read by computing / bandwidth of that memory + bytes missed / bandwidth of the tier below
 
-* Compute memory is VRAM when there is some, else RAM. A tier's hit rate comes from a trace (replayed through an LRU
-of the same
-  number of bytes) or, without one, from `hit_rate`: a published curve for a fine-grained model, weakened for models
-  with few experts.
-* A miss stops the layer that needs it, so times add up; what prefetching may hide is shown as the other end of the
-range. * The cache's bytes are divided between high and low copies so that the expected bytes missed are least.
+* Computing reads VRAM when there is some, else RAM. A tier's hit rate comes from a trace (replayed through an LRU of
+  the same number of bytes) or, without one, from `hit_rate`: a published curve for a fine-grained model, weakened for
+  models with few experts.
+* A miss stops the layer that needs it, so times add up; what prefetching may hide is the other end of the range.
+* The cache's bytes are divided between high and low copies so that the expected bytes missed are least.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import threading
@@ -103,7 +102,7 @@ def hit_rate(share: float, n_expert: int) -> float:
     """
     share = min(max(share, 0.0), 1.0)
     local = float(np.interp(share, _CURVE_SHARE, _CURVE_HITS))
-    weight = min(1.0, max(0.2, 0.2 + 0.2 * np.log2(max(n_expert, 1) / 8)))
+    weight = min(1.0, max(0.2, 0.2 + 0.2 * math.log2(max(n_expert, 1) / 8)))
     return share + weight * (max(local, share) - share)
 
 
@@ -119,7 +118,7 @@ def parse_mix(text: str) -> tuple[float, float, float]:
     return parts[0] / total, parts[1] / total, parts[2] / total
 
 
-# ----------------------------------------------------------------------------------------------------------------- trace
+# ---------------------------------------------------------------------------------------------------------------- trace
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def precisions(ids: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read selections: one JSON object a line, {"layer": 3, "ids": [5, 1], "weights": [0.7, 0.3]}; weights may be absent."""
+    """Read JSON lines, {"layer": 3, "ids": [5, 1], "weights": [0.7, 0.3]}; weights may be absent."""
     events: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []
     try:
         with open(path, encoding="utf-8") as f:
@@ -286,7 +285,7 @@ def make_plan(
     mix: tuple[float, float, float] | None = None,
     resident_speed: float | None = None,
 ) -> Plan:
-    """Estimate; `resident_speed` is tokens/s measured with everything in compute memory, and replaces the guess from bandwidth."""
+    """Estimate; `resident_speed`, tokens/s measured with everything in memory, replaces the guess from bandwidth."""
     info = inspect(path)
     if not info.layers:
         raise ToolError("is a dense model: it has no experts to place", file=path, code=ExitCode.UNSUPPORTED)
@@ -476,7 +475,10 @@ def _recommend(plan: Plan, m: Machine, s: _Sizes, base_read: int, resident_speed
     if budget < s.largest:
         need = plan.base_bytes + plan.kv_bytes + m.reserve + s.largest
         plan.tokens_per_s = plan.tokens_per_s_overlapped = 0.0
-        plan.recommendation = f"does not fit: {'VRAM' if m.vram else 'RAM'} of at least {format_size(need)} is needed for the rest of the model and one layer's experts"
+        plan.recommendation = (
+            f"does not fit: {'VRAM' if m.vram else 'RAM'} of at least {format_size(need)} is needed "
+            "for the rest of the model and one layer's experts"
+        )
         return
     exact = {name: speed for name, speed in plan.alternatives.items() if "low" not in name}
     if exact:
@@ -487,7 +489,8 @@ def _recommend(plan: Plan, m: Machine, s: _Sizes, base_read: int, resident_speed
     plan.use_cache = True
     plan.recommendation = (
         f"use the cache with {format_size(budget)} for experts (--hobbit-cache {int(budget) >> 20}MiB): "
-        f"about {plan.tokens_per_s:.1f} tokens/s, up to {plan.tokens_per_s_overlapped:.1f} if loads overlap with computing"
+        f"about {plan.tokens_per_s:.1f} tokens/s, up to {plan.tokens_per_s_overlapped:.1f} "
+        "if loads overlap with computing"
     )
 
 

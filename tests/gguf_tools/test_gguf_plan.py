@@ -123,7 +123,7 @@ def test_hit_rate_is_between_uniform_and_the_published_curve() -> None:
 
 
 def test_precision_follows_cumulative_weight() -> None:
-    assert precisions([7, 8, 9], [0.2, 0.7, 0.1]) == [1, 0, 1]
+    assert precisions([7, 8, 9], [0.15, 0.7, 0.15]) == [1, 0, 1]
     assert precisions([7, 8, 9], [0.35, 0.6, 0.05]) == [0, 0, 2]
     assert precisions([1, 2], []) == [0, 0]
 
