@@ -6,7 +6,10 @@ and it can write what no sane writer would.
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from gguf_tools import ggml
+
+ROOT = Path(__file__).resolve().parents[2]
 
 U32, F32, BOOL, STR, ARR, U16, U64, I32 = 4, 6, 7, 8, 9, 2, 10, 5
 Kv = tuple[str, int, Any]  # for arrays the value is (element type, list)
@@ -250,3 +255,22 @@ def imatrix_legacy(values: dict[str, tuple[np.ndarray[Any, Any], int]]) -> bytes
         out += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", calls, v.size)
         out += v.astype("<f4").tobytes()
     return out
+
+
+def run_cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own: what a user sees, an abort included."""
+    return subprocess.run(
+        [sys.executable, "-m", "gguf_tools", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def built_program(name: str) -> Path:
+    """A program of the build that the ggml library comes from."""
+    program = ggml.find_library().parent / name
+    assert program.is_file(), f"{program} is missing: make build"
+    return program

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gguf_models import Moe, split
+from gguf_models import Moe, run_cli, split
 
 from gguf_tools.errors import ExitCode, ToolError, show
 from gguf_tools.units import format_rate, format_size, parse_rate, parse_size
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-
-def test_a_model_becomes_a_pair_in_one_command(cli: Run, tmp_path: Path) -> None:
+def test_a_model_becomes_a_pair_in_one_command(tmp_path: Path) -> None:
     source = Moe(type="F16").build().write(tmp_path / "m.gguf")
-    done = cli("pair", source, "-o", tmp_path / "out", "--low", "q4_0", "--low", "q2_k")
+    done = run_cli("pair", source, "-o", tmp_path / "out", "--low", "q4_0", "--low", "q2_k")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "m.experts-Q2_K.gguf" in done.stdout
     assert "fallback: Q2_K -> Q4_0 for 4 tensors, because rows of 64" in done.stdout  # every one is listed
     assert all(f"blk.{i}.ffn_{role}_exps.weight" in done.stdout for i in (0, 1) for role in ("gate", "up", "down"))
-    done = cli("verify", tmp_path / "out" / "m.base.gguf")
+    done = run_cli("verify", tmp_path / "out" / "m.base.gguf")
     assert done.returncode == 0 and "pair: ok" in done.stdout and "worst expert" in done.stdout
-    done = cli("merge", tmp_path / "out" / "m.base.gguf", "-o", tmp_path / "merged.gguf")
+    done = run_cli("merge", tmp_path / "out" / "m.base.gguf", "-o", tmp_path / "merged.gguf")
     assert done.returncode == 0 and "byte-identical to the source" in done.stdout
     assert (tmp_path / "merged.gguf").read_bytes() == source.read_bytes()
 
 
-def test_errors_are_one_line_with_a_documented_code(cli: Run, tmp_path: Path) -> None:
+def test_errors_are_one_line_with_a_documented_code(tmp_path: Path) -> None:
     good = Moe().build().write(tmp_path / "m.gguf")
     dense = Moe(n_layer=1, dense_first=True).build().write(tmp_path / "dense.gguf")
     broken = tmp_path / "broken.gguf"
@@ -55,39 +51,39 @@ def test_errors_are_one_line_with_a_documented_code(cli: Run, tmp_path: Path) ->
         (ExitCode.IO, ["inspect", tmp_path / "none.gguf"], "No such file"),
     ]
     for code, arguments, text in cases:
-        done = cli(*arguments)
+        done = run_cli(*arguments)
         assert done.returncode == code, (arguments, done.stderr)
         assert text in done.stderr and done.stderr.count("\n") == 1, done.stderr
         assert done.stdout == ""
     assert not out.exists()
 
 
-def test_missing_library_is_its_own_code(cli: Run, tmp_path: Path) -> None:
+def test_missing_library_is_its_own_code(tmp_path: Path) -> None:
     (tmp_path / "libggml-base.so").write_bytes(b"not a library")
     (tmp_path / "libggml-base.dylib").write_bytes(b"not a library")
     good = Moe().build().write(tmp_path / "m.gguf")
-    done = cli("inspect", good, HOBBIT_GGML_LIB=str(tmp_path))
+    done = run_cli("inspect", good, HOBBIT_GGML_LIB=str(tmp_path))
     assert done.returncode == ExitCode.LIBRARY and done.stderr.count("\n") == 1
 
 
-def test_verify_fails_with_its_own_code(cli: Run, tmp_path: Path) -> None:
+def test_verify_fails_with_its_own_code(tmp_path: Path) -> None:
     source = Moe().build().write(tmp_path / "m.gguf")
-    assert cli("pair", source, "-o", tmp_path / "out").returncode == 0
+    assert run_cli("pair", source, "-o", tmp_path / "out").returncode == 0
     low = tmp_path / "out" / "m.experts-Q4_0.gguf"
     data = bytearray(low.read_bytes())
     data[-5000] ^= 1
     low.write_bytes(data)
-    done = cli("verify", tmp_path / "out" / "m.base.gguf")
+    done = run_cli("verify", tmp_path / "out" / "m.base.gguf")
     assert done.returncode == ExitCode.MISMATCH and "blk.1.ffn_down_exps.weight" in done.stdout
-    report = json.loads(cli("verify", tmp_path / "out" / "m.base.gguf", "--json").stdout)
+    report = json.loads(run_cli("verify", tmp_path / "out" / "m.base.gguf", "--json").stdout)
     assert report["ok"] is False and len(report["problems"]) == 1
 
 
-def test_inspect_json_has_layers_types_bytes_and_fits(cli: Run, tmp_path: Path) -> None:
+def test_inspect_json_has_layers_types_bytes_and_fits(tmp_path: Path) -> None:
     moe = Moe(n_embd=256, n_ff=256, n_layer=3)
     source = moe.build().write(tmp_path / "m.gguf")
-    cli("pair", source, "-o", tmp_path / "out", "--low", "q4_0")
-    info = json.loads(cli("inspect", tmp_path / "out" / "m.base.gguf", "--json", "--memory", "4MiB").stdout)
+    run_cli("pair", source, "-o", tmp_path / "out", "--low", "q4_0")
+    info = json.loads(run_cli("inspect", tmp_path / "out" / "m.base.gguf", "--json", "--memory", "4MiB").stdout)
     one_high, one_low = 3 * 256 * 256 * 2, 3 * 256 * 256 // 32 * 18
     assert info["kind"] == "pair" and info["n_expert"] == 4 and info["n_used"] == 2 and info["total_experts"] == 12
     assert info["expert_bytes"] == {"high F16": 12 * one_high, "low Q4_0": 12 * one_low}
@@ -104,12 +100,12 @@ def test_inspect_json_has_layers_types_bytes_and_fits(cli: Run, tmp_path: Path) 
     assert fit["low Q4_0"]["experts"] == 12
 
 
-def test_inspect_shows_a_sharded_and_a_dense_model(cli: Run, tmp_path: Path) -> None:
+def test_inspect_shows_a_sharded_and_a_dense_model(tmp_path: Path) -> None:
     shards = split(Moe().build(), tmp_path, "m", 3)
-    done = cli("inspect", shards[1])
+    done = run_cli("inspect", shards[1])
     assert done.returncode == 0 and all(p.name in done.stdout for p in shards)
     dense = Moe(n_layer=1, dense_first=True).build().write(tmp_path / "dense.gguf")
-    done = cli("inspect", dense)
+    done = run_cli("inspect", dense)
     assert done.returncode == 0 and "a dense model: no routed experts" in done.stdout
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gguf_models import U32, Moe
+from gguf_models import U32, Moe, run_cli
 
 from gguf_tools.errors import ExitCode, ToolError
 from gguf_tools.pair import PairOptions, plan_pair, run_pair
@@ -182,11 +181,11 @@ def test_measuring_gives_rates(files: tuple[Path, Path]) -> None:
     assert measure_ram(1, size=1 << 20) > 0
 
 
-def test_command(files: tuple[Path, Path], cli: Callable[..., object]) -> None:
-    done = cli("plan", files[0], "--ram", "12MiB", "--reserve", "0", "--ctx", "16", "--json")
-    value = json.loads(done.stdout)  # type: ignore[attr-defined]
+def test_command(files: tuple[Path, Path]) -> None:
+    done = run_cli("plan", files[0], "--ram", "12MiB", "--reserve", "0", "--ctx", "16", "--json")
+    value = json.loads(done.stdout)
     assert value["use_cache"] and value["expert_bytes"] == {"high F16": 64 * HIGH, "low Q4_0": 64 * LOW}
-    done = cli("plan", files[0], "--ram", "64G", "--vram", "24G")
-    assert "do not use a cache" in done.stdout and "assumed" in done.stdout  # type: ignore[attr-defined]
-    done = cli("plan", files[0], "--ram", "64G", "--link", "fast")
-    assert done.returncode == ExitCode.USAGE  # type: ignore[attr-defined]
+    done = run_cli("plan", files[0], "--ram", "64G", "--vram", "24G")
+    assert "do not use a cache" in done.stdout and "assumed" in done.stdout
+    done = run_cli("plan", files[0], "--ram", "64G", "--link", "fast")
+    assert done.returncode == ExitCode.USAGE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_models import ARR, F32, STR, U32, Gguf, Moe, Tensor, imatrix_gguf, pack, read_back
+from gguf_models import ARR, F32, STR, U32, Gguf, Moe, Tensor, built_program, imatrix_gguf, pack, read_back
 
 from gguf_tools.pair import PairOptions, plan_pair, run_pair
 
@@ -45,9 +45,9 @@ def experts_of(path: Path) -> dict[str, Tensor]:
     return {n: t for n, t in read_back(path).items() if "_exps.weight" in n}
 
 
-def quantize(program: Path, source: Path, out: Path, kind: str, *options: str) -> dict[str, Tensor]:
+def quantize(source: Path, out: Path, kind: str, *options: str) -> dict[str, Tensor]:
     done = subprocess.run(
-        [str(program), "--pure", *options, str(source), str(out), kind, "2"],
+        [str(built_program("llama-quantize")), "--pure", *options, str(source), str(out), kind, "2"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -56,20 +56,18 @@ def quantize(program: Path, source: Path, out: Path, kind: str, *options: str) -
     return experts_of(out)
 
 
-def test_low_files_equal_llama_quantize_pure(source: Path, llama_quantize: Path, tmp_path: Path) -> None:
+def test_low_files_equal_llama_quantize_pure(source: Path, tmp_path: Path) -> None:
     kinds = {**TYPES, **MORE}
     plan = plan_pair(PairOptions(source, tmp_path / "out", low=tuple(kinds), low_only=True))
     run_pair(plan)
     plan.close()
     for label, kind in kinds.items():
-        expected = quantize(llama_quantize, source, tmp_path / "q.gguf", kind)
+        expected = quantize(source, tmp_path / "q.gguf", kind)
         assert len(expected) == 3 and experts_of(tmp_path / "out" / f"m.experts-{label}.gguf") == expected, label
 
 
 @pytest.mark.parametrize("label", ["IQ2_XXS", "IQ3_XXS", "Q4_K"])
-def test_low_file_with_imatrix_equals_llama_quantize(
-    label: str, source: Path, llama_quantize: Path, tmp_path: Path
-) -> None:
+def test_low_file_with_imatrix_equals_llama_quantize(label: str, source: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     sums = {}
     for t in read_back(source).values():
@@ -83,11 +81,11 @@ def test_low_file_with_imatrix_equals_llama_quantize(
     plan = plan_pair(PairOptions(source, tmp_path / "out", low=(label,), low_only=True, imatrix=imatrix))
     run_pair(plan)
     plan.close()
-    expected = quantize(llama_quantize, source, tmp_path / "q.gguf", label, "--imatrix", str(imatrix))
+    expected = quantize(source, tmp_path / "q.gguf", label, "--imatrix", str(imatrix))
     assert experts_of(tmp_path / "out" / f"m.experts-{label}.gguf") == expected
 
 
-def test_the_comparison_can_fail(source: Path, llama_quantize: Path, tmp_path: Path) -> None:
+def test_the_comparison_can_fail(source: Path, tmp_path: Path) -> None:
     values = np.zeros((4, 512, 256), np.float32)
-    expected = quantize(llama_quantize, source, tmp_path / "q.gguf", "Q4_0")
+    expected = quantize(source, tmp_path / "q.gguf", "Q4_0")
     assert expected["blk.0.ffn_up_exps.weight"].data != pack(values, "Q4_0")
