@@ -127,6 +127,39 @@ static void dropped_slot_is_free_again() {
     CHECK(evicted == -1);
 }
 
+static void resize_keeps_what_was_touched_last() {
+    std::mt19937 rng(11);
+    for (int round = 0; round < 200; ++round) {
+        const int   n_before = 1 + (int) (rng() % 20);
+        const int   n_after  = 1 + (int) (rng() % 20);
+        hobbit_pool pool(2, 32, n_before, with(HOBBIT_POLICY_LRU));
+        std::vector<int64_t> memory(std::max(n_before, n_after), -1); // what each slot's bytes are
+        std::vector<int64_t> order;                                   // keys, latest first
+        for (int i = 0; i < (int) (rng() % 40); ++i) {
+            const int layer = (int) (rng() % 2), expert = (int) (rng() % 32);
+            if (pool.find(layer, expert) < 0) {
+                memory[place(pool, layer, expert)] = layer * 32 + expert;
+            }
+            pool.touch(pool.find(layer, expert));
+            order.erase(std::remove(order.begin(), order.end(), layer * 32 + expert), order.end());
+            order.insert(order.begin(), layer * 32 + expert);
+        }
+        order.resize(std::min<size_t>(order.size(), n_before));
+        for (const auto & [from, to] : pool.resize(n_after)) {
+            CHECK(to < n_after && from >= n_after);
+            memory[to] = memory[from];
+        }
+        CHECK(pool.n_slots() == n_after);
+        CHECK(pool.n_used() == (int) std::min<size_t>(order.size(), n_after));
+        for (size_t i = 0; i < order.size(); ++i) {
+            const int slot = pool.find((int) (order[i] / 32), (int) (order[i] % 32));
+            CHECK((slot >= 0) == ((int) i < n_after));
+            CHECK(slot < n_after);
+            CHECK(slot < 0 || (memory[slot] == order[i] && pool.key_at(slot) == order[i]));
+        }
+    }
+}
+
 // a table written as plainly as can be
 struct naive_pool {
     struct entry { int64_t key; int pins; uint64_t stamp; };
@@ -225,6 +258,7 @@ int main() {
     new_sequence_resets_records_not_contents();
     pinned_slots_stay_and_a_full_pool_says_no();
     dropped_slot_is_free_again();
+    resize_keeps_what_was_touched_last();
     equals_a_naive_table(HOBBIT_POLICY_LRU);
     equals_a_naive_table(HOBBIT_POLICY_LFU);
     equals_a_naive_table(HOBBIT_POLICY_HOBBIT);

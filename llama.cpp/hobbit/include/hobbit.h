@@ -126,16 +126,23 @@ HOBBIT_API struct ggml_tensor * hobbit_build_route(struct hobbit_context * ctx, 
 HOBBIT_API void hobbit_attach_route(struct ggml_tensor * mul_mat_id, struct ggml_tensor * route);
 
 //
-// statistics
+// control and statistics
 //
+
+// gives the cache another size (as --hobbit-cache), between steps; what is resident stays as far as it fits
+HOBBIT_API bool   hobbit_resize  (struct hobbit_context * ctx, const char * cache, char * err, size_t err_size);
+// out[layer * n_expert + expert]: 0 absent, 1 low, 2 high, for the first n; returns n_layer * n_expert
+HOBBIT_API size_t hobbit_resident(struct hobbit_context * ctx, int8_t * out, size_t n);
 
 // of the context that llama.cpp created with hobbit on, else NULL
 HOBBIT_API struct hobbit_context * hobbit_from_llama(const struct llama_context * ctx);
 
 HOBBIT_API void hobbit_stats_reset(struct hobbit_context * ctx);
-// both return the length that the whole text needs (without the 0), as snprintf does
+// these return the length that the whole text needs (without the 0), as snprintf does
 HOBBIT_API size_t hobbit_stats_json (struct hobbit_context * ctx, char * buf, size_t buf_size);
 HOBBIT_API size_t hobbit_stats_table(struct hobbit_context * ctx, char * buf, size_t buf_size);
+// what is in effect: files, types, slots, thresholds, policy
+HOBBIT_API size_t hobbit_placement_json(struct hobbit_context * ctx, char * buf, size_t buf_size);
 // prints the table and writes the --hobbit-stats files of every living verbose context now; for a signal's last words
 HOBBIT_API void hobbit_report_all(void);
 

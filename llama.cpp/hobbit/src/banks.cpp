@@ -2,6 +2,7 @@
 
 #include "store.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -33,6 +34,32 @@ bool hobbit_bank::alloc(size_t slot_bytes, int n_slots, std::string & err) {
     madvise(p, size, MADV_HUGEPAGE);
 #endif
     base = (char *) p;
+    return true;
+}
+
+bool hobbit_bank::resize(int n_slots, std::string & err) {
+    hobbit_bank other;
+    const size_t keep = std::min(size, slot_size * n_slots);
+#ifdef __linux__
+    if (base && n_slots > 0) {
+        void * p = mremap(base, size, slot_size * n_slots, MREMAP_MAYMOVE);
+        if (p == MAP_FAILED) {
+            err = hobbit_format("cannot change the cache's memory from %zu to %zu MiB: %s", size >> 20, (slot_size * n_slots) >> 20, strerror(errno));
+            return false;
+        }
+        base = (char *) p;
+        size = slot_size * n_slots;
+        return true;
+    }
+#endif
+    if (!other.alloc(slot_size, n_slots, err)) {
+        return false;
+    }
+    if (keep > 0) {
+        memcpy(other.base, base, keep);
+    }
+    std::swap(base, other.base);
+    std::swap(size, other.size);
     return true;
 }
 

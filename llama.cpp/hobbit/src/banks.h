@@ -16,6 +16,8 @@ class hobbit_bank {
 
     // false: the system refused; err says how much was asked for
     bool alloc(size_t slot_bytes, int n_slots, std::string & err);
+    // keeps the contents of the slots that remain; may move the memory. false: as alloc, and nothing has changed
+    bool resize(int n_slots, std::string & err);
 
     char * slot(int i) const { return base + (size_t) i * slot_size; }
     size_t bytes() const { return size; }

@@ -80,6 +80,43 @@ int hobbit_pool::place(int layer, int expert, const hobbit_records * const * rec
     return slot;
 }
 
+std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
+    // the slots that stay, latest first
+    std::vector<int> stay;
+    for (int i = 0; i < (int) slots.size(); ++i) {
+        if (slots[i].key >= 0) {
+            stay.push_back(i);
+        }
+    }
+    std::sort(stay.begin(), stay.end(), [this](int a, int b) { return slots[a].stamp > slots[b].stamp; });
+    while ((int) stay.size() > n_slots) {
+        slot_of[slots[stay.back()].key] = -1;
+        slots[stay.back()] = slot_info();
+        stay.pop_back();
+    }
+    std::vector<std::pair<int, int>> moves;
+    int to = 0;
+    for (int from : stay) {
+        if (from < n_slots) {
+            continue;
+        }
+        while (slots[to].key >= 0) {
+            to++;
+        }
+        std::swap(slots[to], slots[from]);
+        slot_of[slots[to].key] = to;
+        moves.emplace_back(from, to);
+    }
+    slots.resize(n_slots);
+    free_slots.clear();
+    for (int i = n_slots - 1; i >= 0; --i) {
+        if (slots[i].key < 0) {
+            free_slots.push_back(i);
+        }
+    }
+    return moves;
+}
+
 void hobbit_pool::drop(int slot) {
     if (slots[slot].key >= 0) {
         slot_of[slots[slot].key] = -1;

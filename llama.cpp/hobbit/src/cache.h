@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 enum hobbit_policy : int8_t {
@@ -50,6 +51,10 @@ class hobbit_pool {
     // a slot for (layer, expert), which must not be resident: a free one, else the unpinned slot with the lowest priority if
     // evict is true, else -1. The slot comes back pinned once. evicted: the key that had to go, or -1.
     int place(int layer, int expert, const hobbit_records * const * records, int n_records, bool evict, int64_t * evicted);
+
+    // changes the number of slots; nothing may be pinned. What was touched last stays. Returns the slots (from, to) whose
+    // bytes have to move before memory beyond the last slot goes; a target is never a source
+    std::vector<std::pair<int, int>> resize(int n_slots);
 
     void drop (int slot);           // empties a slot whatever its pins: its load failed
     void pin  (int slot) { slots[slot].pins++; }

@@ -107,7 +107,7 @@ static double mib(uint64_t bytes) {
 }
 
 // one block: what will happen
-static std::string describe(const hobbit_model & model, const std::string & low_path, const std::string & sizing) {
+static std::string describe(const hobbit_model & model) {
     const hobbit_config &     config = model.config;
     const hobbit_thresholds & th     = config.thresholds;
 
@@ -133,12 +133,12 @@ static std::string describe(const hobbit_model & model, const std::string & low_
     std::string text = "hobbit: expert cache on\n";
     text += hobbit_format("  %-10s %d layers with experts, up to %d experts each (%s)\n", "model",
             model.store.n_layer(), model.store.n_expert(), model.store.arch.c_str());
-    text += hobbit_format("  %-10s %.1f MiB: %s\n", "cache", mib(model.bytes()), sizing.c_str());
+    text += hobbit_format("  %-10s %.1f MiB: %s\n", "cache", mib(model.bytes()), model.sizing.c_str());
     if (model.uses(HOBBIT_HIGH)) {
         text += pool("high", HOBBIT_HIGH, model.store.weights[0]->source[HOBBIT_HIGH].file->path);
     }
     if (model.uses(HOBBIT_LOW)) {
-        text += pool("low", HOBBIT_LOW, low_path);
+        text += pool("low", HOBBIT_LOW, config.low_path);
     }
     text += hobbit_format("  %-10s %d places of %.2f MiB for experts that find no slot\n", "ring", model.n_ring, mib(model.ring_bytes()));
     text += hobbit_format("  %-10s %s", "precision", hobbit_rule_name(th.rule));
@@ -155,13 +155,51 @@ static std::string describe(const hobbit_model & model, const std::string & low_
     return text + hobbit_format("\n  %-10s %d threads, buffered reads\n", "loader", config.io_threads);
 }
 
+// how many slots the configuration's cache gives to each precision; says in model.sizing where the number comes from
+static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & plan, std::string & err) {
+    const hobbit_config & config = model.config;
+
+    hobbit_plan_params params = {};
+    params.n_expert_used = model.n_expert_used;
+    params.low_share     = config.low_share;
+    params.ring_bytes    = model.ring_bytes();
+    for (const hobbit_layer & layer : model.store.layers) {
+        params.n_experts += layer.n_expert;
+    }
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        params.slot_bytes[p] = in_use[p] ? model.slot_bytes(p) : 0;
+    }
+
+    if (config.cache_auto) {
+        const hobbit_memory mem    = hobbit_memory_now();
+        const uint64_t      margin = hobbit_memory_margin(mem.limit);
+        params.budget = mem.limit - std::min(mem.limit, mem.used + margin);
+        model.sizing = hobbit_format("auto: %s, %.0f MiB, less %.0f MiB in use and %.0f MiB margin", mem.source.c_str(), mib(mem.limit), mib(mem.used), mib(margin));
+    } else {
+        params.budget = config.cache_bytes;
+        model.sizing = hobbit_format("of %.1f MiB allowed", mib(config.cache_bytes));
+    }
+
+    if (!hobbit_plan_pools(params, plan)) {
+        const unsigned long long least_kib = (hobbit_plan_min_bytes(params) + 1023) / 1024;
+        err = hobbit_format("a cache of %.2f MiB is too small (%s): one token uses %d experts of a layer, which with the ring for streaming "
+                "take %.2f MiB; the smallest setting that works is --hobbit-cache %lluKiB",
+                mib(params.budget), model.sizing.c_str(), model.n_expert_used, mib(least_kib * 1024), least_kib);
+        return false;
+    }
+    return true;
+}
+
 static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_expert_used, std::string & err) {
     hobbit_config & config = model.config;
     if (!model.store.finish(err)) {
         return false;
     }
 
-    const std::string low_path = config.low_path.empty() ? model.pair_low : config.low_path;
+    if (config.low_path.empty()) {
+        config.low_path = model.pair_low;
+    }
+    const std::string & low_path = config.low_path;
     if (!config.rule_set) {
         config.thresholds.rule = low_path.empty() ? HOBBIT_RULE_HIGH : HOBBIT_RULE_HOBBIT;
     }
@@ -178,38 +216,12 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
     }
 
     const bool in_use[HOBBIT_N_PRECISIONS] = { !low_path.empty() && rule != HOBBIT_RULE_HIGH, rule != HOBBIT_RULE_LOW };
-
-    hobbit_plan_params params = {};
-    params.n_expert_used = n_expert_used;
-    params.low_share     = config.low_share;
-    params.ring_bytes    = model.ring_bytes();
-    for (const hobbit_layer & layer : model.store.layers) {
-        params.n_experts += layer.n_expert;
-    }
-    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
-        params.slot_bytes[p] = in_use[p] ? model.slot_bytes(p) : 0;
-    }
-
-    std::string sizing;
-    if (config.cache_auto) {
-        const hobbit_memory mem    = hobbit_memory_now();
-        const uint64_t      margin = hobbit_memory_margin(mem.limit);
-        params.budget = mem.limit - std::min(mem.limit, mem.used + margin);
-        sizing = hobbit_format("auto: %s, %.0f MiB, less %.0f MiB in use and %.0f MiB margin", mem.source.c_str(), mib(mem.limit), mib(mem.used), mib(margin));
-    } else {
-        params.budget = config.cache_bytes;
-        sizing = hobbit_format("of %.1f MiB allowed", mib(config.cache_bytes));
-    }
+    model.n_expert_used = n_expert_used;
 
     hobbit_plan plan;
-    if (!hobbit_plan_pools(params, plan)) {
-        const unsigned long long least_kib = (hobbit_plan_min_bytes(params) + 1023) / 1024;
-        err = hobbit_format("a cache of %.2f MiB is too small (%s): one token uses %d experts of a layer, which with the ring for streaming "
-                "take %.2f MiB; the smallest setting that works is --hobbit-cache %lluKiB",
-                mib(params.budget), sizing.c_str(), n_expert_used, mib(least_kib * 1024), least_kib);
+    if (!plan_cache(model, in_use, plan, err)) {
         return false;
     }
-
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
         if (!in_use[p]) {
             continue;
@@ -219,7 +231,7 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
             return false;
         }
         mem.pool  = std::make_unique<hobbit_pool>(model.store.n_layer(), model.store.n_expert(), plan.n_slots[p], config.policy);
-        mem.state = std::unique_ptr<std::atomic<uint8_t>[]>(new std::atomic<uint8_t>[(size_t) plan.n_slots[p] * HOBBIT_N_ROLES]());
+        mem.state = std::vector<std::atomic<uint8_t>>((size_t) plan.n_slots[p] * HOBBIT_N_ROLES);
     }
     model.n_ring = plan.n_ring;
     if (!model.ring.alloc(model.ring_bytes(), plan.n_ring, err)) {
@@ -233,7 +245,7 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
     }
     model.loader = std::make_unique<hobbit_loader>(config.io_threads, config.check);
 
-    log_text(config, 0, describe(model, low_path, sizing));
+    log_text(config, 0, describe(model));
     return true;
 }
 
@@ -374,13 +386,11 @@ void hobbit_context_free(hobbit_context * ctx) {
 
 void hobbit_sequence_begin(hobbit_context * ctx, int32_t seq_id) {
     std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
-    ctx->records[seq_id].reset((size_t) ctx->model->store.n_layer() * ctx->model->store.n_expert());
+    ctx->records[seq_id].reset(ctx->model->n_keys());
 }
 
 void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
     ctx->model->step_mutex.lock();
-
-    const size_t n_keys = (size_t) ctx->model->store.n_layer() * ctx->model->store.n_expert();
 
     ctx->token_seq.assign(ubatch->seq_id, ubatch->seq_id + ubatch->n_tokens);
     ctx->output_seq.clear();
@@ -389,7 +399,7 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
         auto [it, is_new] = ctx->records.try_emplace(ubatch->seq_id[i]);
         hobbit_records & records = it->second;
         if (is_new || (ubatch->pos && ubatch->pos[i] == 0)) {
-            records.reset(n_keys);
+            records.reset(ctx->model->n_keys());
         }
         records.n_tokens++;
         if (std::find(ctx->step_records.begin(), ctx->step_records.end(), &records) == ctx->step_records.end()) {
@@ -438,6 +448,78 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
     return ok;
 }
 
+// between steps: what is resident stays as far as it fits, what was used last first
+static bool resize(hobbit_model & model, const hobbit_config & config, std::string & err) {
+    const hobbit_config before = model.config;
+    model.config.cache_auto  = config.cache_auto;
+    model.config.cache_bytes = config.cache_bytes;
+
+    const bool  in_use[HOBBIT_N_PRECISIONS] = { model.uses(HOBBIT_LOW), model.uses(HOBBIT_HIGH) };
+    hobbit_plan plan;
+    if (!plan_cache(model, in_use, plan, err)) {
+        model.config = before;
+        return false;
+    }
+    model.loader->drain();
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        if (!in_use[p]) {
+            continue;
+        }
+        hobbit_pool_memory & mem = model.pools[p];
+        const int  n_before = mem.pool->n_slots();
+        const int  n_after  = plan.n_slots[p];
+        // memory first when it grows, so that a refusal leaves everything as it was
+        if (n_after > n_before && !mem.bank.resize(n_after, err)) {
+            return false;
+        }
+        std::vector<std::atomic<uint8_t>> state((size_t) n_after * HOBBIT_N_ROLES);
+        const auto moves = mem.pool->resize(n_after);
+        for (const auto & [from, to] : moves) {
+            memcpy(mem.bank.slot(to), mem.bank.slot(from), model.slot_bytes(p));
+            for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+                mem.piece(to, role).store(mem.piece(from, role).load());
+            }
+        }
+        for (size_t i = 0; i < std::min(state.size(), mem.state.size()); ++i) {
+            state[i].store(mem.state[i].load());
+        }
+        mem.state.swap(state);
+        if (n_after < n_before && !mem.bank.resize(n_after, err)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool hobbit_resize(hobbit_context * ctx, const char * cache, char * err, size_t err_size) {
+    const int32_t handle = hobbit_config_new();
+    hobbit_config config;
+    if (!hobbit_config_set(handle, "cache", cache, err, err_size) || !hobbit_config_get(handle, config)) {
+        return false;
+    }
+    std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
+    std::string why;
+    return resize(*ctx->model, config, why) || hobbit_fail(err, err_size, why);
+}
+
+size_t hobbit_resident(hobbit_context * ctx, int8_t * out, size_t n) {
+    hobbit_model & model = *ctx->model;
+    std::lock_guard<std::mutex> lock(model.step_mutex);
+
+    const int n_expert = model.store.n_expert();
+    for (size_t key = 0; key < std::min(n, model.n_keys()); ++key) {
+        const int layer  = (int) (key / n_expert);
+        const int expert = (int) (key % n_expert);
+        out[key] = HOBBIT_PRECISION_SKIP;
+        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+            if (model.uses(p) && model.pools[p].pool->find(layer, expert) >= 0) {
+                out[key] = (int8_t) (HOBBIT_PRECISION_LOW + p);
+            }
+        }
+    }
+    return model.n_keys();
+}
+
 //
 // statistics
 //
@@ -458,6 +540,44 @@ void hobbit_stats_reset(hobbit_context * ctx) {
 
 size_t hobbit_stats_json(hobbit_context * ctx, char * buf, size_t buf_size) {
     return copy_text(hobbit_stats_to_json(stats_of(*ctx), labels_of(*ctx)), buf, buf_size);
+}
+
+// a JSON string with what must be escaped escaped
+static std::string quoted(const std::string & text) {
+    std::string out = "\"";
+    for (unsigned char c : text) {
+        if (c == '"' || c == '\\' || c < 0x20) {
+            out += hobbit_format("\\u%04x", c);
+        } else {
+            out += (char) c;
+        }
+    }
+    return out + "\"";
+}
+
+size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) {
+    const hobbit_model &  model  = *ctx->model;
+    const hobbit_config & config = model.config;
+    std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
+
+    std::string text = "{";
+    text += hobbit_format("\"arch\": %s, \"n_layer\": %d, \"n_expert\": %d, \"n_expert_used\": %d, ",
+            quoted(model.store.arch).c_str(), model.store.n_layer(), model.store.n_expert(), model.n_expert_used);
+    text += hobbit_format("\"precision\": \"%s\", \"t1\": %g, \"t2\": %g, \"renormalise\": %s, \"deterministic\": %s, \"policy\": \"%s\", ",
+            hobbit_rule_name(config.thresholds.rule), config.thresholds.t1, config.thresholds.t2, config.renormalise ? "true" : "false",
+            config.deterministic ? "true" : "false", hobbit_policy_name(config.policy.policy));
+    text += hobbit_format("\"cache_bytes\": %zu, \"sizing\": %s, \"ring_places\": %d, \"ring_place_bytes\": %zu, \"io_threads\": %d, \"pools\": [",
+            model.bytes(), quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads);
+    const char * sep = "";
+    for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
+        if (model.uses(p)) {
+            const hobbit_source & src = model.store.weights[0]->source[p];
+            text += hobbit_format("%s{\"precision\": \"%s\", \"file\": %s, \"type\": \"%s\", \"slots\": %d, \"slot_bytes\": %zu}", sep,
+                    p == HOBBIT_HIGH ? "high" : "low", quoted(src.file->path).c_str(), ggml_type_name(src.type), model.pools[p].pool->n_slots(), model.slot_bytes(p));
+            sep = ", ";
+        }
+    }
+    return copy_text(text + "]}", buf, buf_size);
 }
 
 size_t hobbit_stats_table(hobbit_context * ctx, char * buf, size_t buf_size) {

@@ -37,9 +37,9 @@ struct hobbit_managed {
 
 // one pool: a precision's table, memory and the state of every piece in it
 struct hobbit_pool_memory {
-    std::unique_ptr<hobbit_pool>            pool;
-    hobbit_bank                             bank;
-    std::unique_ptr<std::atomic<uint8_t>[]> state; // [n_slots * HOBBIT_N_ROLES], hobbit_piece_state
+    std::unique_ptr<hobbit_pool>      pool;
+    hobbit_bank                       bank;
+    std::vector<std::atomic<uint8_t>> state; // [n_slots * HOBBIT_N_ROLES], hobbit_piece_state
 
     std::atomic<uint8_t> & piece(int slot, int role) { return state[(size_t) slot * HOBBIT_N_ROLES + role]; }
 };
@@ -48,6 +48,8 @@ struct hobbit_model {
     hobbit_config config;
     hobbit_store  store;
     bool          no_alloc = false;
+    int           n_expert_used = 0; // by one token in one layer, at most
+    std::string   sizing;            // where the cache's size comes from, for people
     std::string   pair_high; // path of the high-precision expert file of a pair, "" if none
     std::string   pair_low;
 
@@ -63,6 +65,7 @@ struct hobbit_model {
     // held for the length of a step: steps of one model never overlap, which is what makes pins and ring simple
     std::mutex step_mutex;
 
+    size_t n_keys() const { return (size_t) store.n_layer() * store.n_expert(); }
     bool   uses(int precision) const { return pools[precision].pool != nullptr; }
     // where role's weights of an expert in a slot begin
     size_t role_offset(int layer, int precision, int role) const;
