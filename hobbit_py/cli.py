@@ -1,0 +1,300 @@
+"""The command `hobbit`: run, serve, bench, stats, plot, top.
+
+Each command turns its options into one call of the package or of a program beside the library. A failure is one line on
+stderr and exit code 1 (2 for a usage error, 130 for an interrupt).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from hobbit_py import _lib
+from hobbit_py import bench as bench_
+from hobbit_py import plot as plot_
+from hobbit_py import top as top_
+from hobbit_py.hobbit import Hobbit
+from hobbit_py.live import StatusLine, format_bytes, summary_text
+from hobbit_py.stats import CacheStats
+
+app = typer.Typer(
+    name="hobbit",
+    help="Mixture-of-experts models with an expert cache: run, serve, measure, watch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+_err = Console(stderr=True, highlight=False)
+
+Model = Annotated[Path, typer.Argument(help="GGUF file with the high-precision experts, any shard")]
+Low = Annotated[Path | None, typer.Option(help="GGUF of the same model whose experts are the low-precision copies")]
+Cache = Annotated[str, typer.Option(help="memory for experts: 512MiB, 4GiB, a number of MiB, or auto")]
+Precision = Annotated[str | None, typer.Option(help="hobbit, high (exact), low or article")]
+T1 = Annotated[float | None, typer.Option(help="high precision up to this much gate weight ranked before")]
+T2 = Annotated[float | None, typer.Option(help="low precision up to this much; beyond it an expert is skipped")]
+Policy = Annotated[str | None, typer.Option(help="which expert leaves first: hobbit, lru, lfu")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="the same tokens whatever the cache holds")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="any other engine option: io-threads=8")
+]
+Threads = Annotated[int | None, typer.Option("--threads", "-t", help="threads for computing")]
+
+
+def _options(
+    low: Path | None,
+    precision: str | None,
+    t1: float | None,
+    t2: float | None,
+    policy: str | None,
+    deterministic: bool,
+    more: list[str] | None,
+) -> dict[str, Any]:
+    """Engine options by keyword, those that were given."""
+    given: dict[str, Any] = {"low": low, "precision": precision, "t1": t1, "t2": t2, "policy": policy}
+    given["deterministic"] = deterministic or None
+    for item in more or []:
+        name, equals, value = item.partition("=")
+        keyword = name.replace("-", "_")
+        if not equals or keyword not in _lib.OPTIONS:
+            raise typer.BadParameter(
+                f"'{item}': NAME=VALUE with one of {', '.join(o.name for o in _lib.OPTIONS.values())}"
+            )
+        given[keyword] = value
+    return {name: value for name, value in given.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _loading(what: str) -> Iterator[Any]:
+    """A progress callback that draws a bar on a terminal."""
+    if not _err.is_terminal:
+        yield None
+        return
+    with Progress(TextColumn(what), BarColumn(), console=_err, transient=True) as progress:
+        task = progress.add_task(what, total=1.0)
+        yield lambda share: progress.update(task, completed=share)
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="text to continue; without it: chat")] = None,
+    n_predict: Annotated[int, typer.Option("--n-predict", "-n", min=1, help="tokens to generate, at most")] = 512,
+    low: Low = None,
+    cache: Cache = "auto",
+    precision: Precision = None,
+    t1: T1 = None,
+    t2: T2 = None,
+    policy: Policy = None,
+    deterministic: Deterministic = False,
+    more: Set = None,
+    ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", min=0, help="tokens of context, 0: the model's")] = 4096,
+    threads: Threads = None,
+    temp: Annotated[float, typer.Option(min=0.0, help="temperature, 0: greedy")] = 0.8,
+    seed: Annotated[int | None, typer.Option(help="of the sampler")] = None,
+    n_gpu_layers: Annotated[int, typer.Option("--n-gpu-layers", "-ngl", help="layers on a GPU, -1: all")] = 0,
+    stats: Annotated[Path | None, typer.Option(help="write statistics and residency here, for `hobbit plot`")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="the library's own messages")] = False,
+) -> None:
+    """Continue a text, or chat. A line below shows tokens/s, hit rate and MB/s; a summary goes to stderr."""
+    options = _options(low, precision, t1, t2, policy, deterministic, more)
+    with _loading(f"loading {model.name}") as progress:
+        if seed is not None:
+            options["seed"] = seed
+        loaded = Hobbit(
+            model,
+            cache=cache,
+            progress=progress,
+            n_ctx=ctx_size,
+            n_threads=threads,
+            n_gpu_layers=n_gpu_layers,
+            verbose=verbose,
+            **options,
+        )
+    with loaded as llm:
+        sampling: dict[str, Any] = {"max_tokens": n_predict, "temperature": temp, "stream": True}
+        if prompt is not None:
+            chunks: Any = llm.create_completion(prompt, **sampling)
+            _stream(llm, (chunk["choices"][0]["text"] for chunk in chunks))
+        else:
+            _chat(llm, sampling)
+        if stats is not None:
+            llm.save_stats(stats)
+
+
+def _stream(llm: Hobbit, pieces: Iterator[str]) -> str:
+    """Prints pieces as they come; an interrupt ends the answer. Returns the text."""
+    text = ""
+    with llm.stats_delta() as delta, StatusLine(llm.cache_stats, sys.stdout) as status:
+        try:
+            for piece in pieces:
+                text += piece
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                status.update()
+        except KeyboardInterrupt:
+            _err.print("[interrupted]", markup=False)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    _err.print(summary_text(delta.stats), style="dim")
+    return text
+
+
+def _chat(llm: Hobbit, sampling: dict[str, Any]) -> None:
+    messages: list[Any] = []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        chunks: Any = llm.create_chat_completion(messages, **sampling)
+        answer = _stream(llm, (chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks))
+        messages.append({"role": "assistant", "content": answer})
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Model,
+    low: Low = None,
+    cache: Cache = "auto",
+    precision: Precision = None,
+    t1: T1 = None,
+    t2: T2 = None,
+    policy: Policy = None,
+    deterministic: Deterministic = False,
+    more: Set = None,
+) -> None:
+    """Start llama-server with an expert cache. Other options go to it as they are: --port 8080 --api-key KEY"""
+    arguments = [str(_lib.program("llama-server")), "--model", str(model)]
+    options = {"cache": cache, **_options(low, precision, t1, t2, policy, deterministic, more)}
+    _lib.config_new(options)  # refuses here, with one line, what the server would refuse after its banner
+    for name, value in options.items():
+        option = _lib.OPTIONS[name]
+        if option.hint is not None:
+            arguments += [option.flag, _lib.option_text(value)]
+        elif _lib.option_text(value).lower() in ("on", "1", "true", "yes"):
+            arguments.append(option.flag)
+    sys.stdout.flush()
+    os.execv(arguments[0], [*arguments, *context.args])
+
+
+@app.command()
+def bench(
+    model: Model,
+    cache: Annotated[str, typer.Option(help="cache sizes, with commas: 8MiB,16MiB,auto")] = "auto",
+    n_prompt: Annotated[int, typer.Option("--n-prompt", "-p", min=1, help="prompt tokens (random)")] = 128,
+    n_gen: Annotated[int, typer.Option("--n-gen", "-n", min=1, help="generated tokens")] = 64,
+    repeat: Annotated[
+        int, typer.Option("--repetitions", "-r", min=1, help="measured runs after one that fills the cache")
+    ] = 3,
+    stock: Annotated[bool, typer.Option(help="also measure without the engine, in the same process")] = True,
+    low: Low = None,
+    precision: Precision = None,
+    t1: T1 = None,
+    t2: T2 = None,
+    policy: Policy = None,
+    deterministic: Deterministic = False,
+    more: Set = None,
+    threads: Threads = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write the results here, for `hobbit plot`")] = None,
+) -> None:
+    """Speed, hit rate and bytes per token against cache size: medians, with slowest and fastest in brackets."""
+    caches = [size.strip() for size in cache.split(",") if size.strip()]
+    if not caches:
+        raise typer.BadParameter("--cache: no size given")
+    options = _options(low, precision, t1, t2, policy, deterministic, more)
+    result = bench_.Bench(str(model), n_prompt, n_gen, repeat, {k: _lib.option_text(v) for k, v in options.items()})
+    table = Table(*bench_.COLUMNS, box=None, pad_edge=False)
+    baseline = None
+    for row in bench_.run_bench(result, caches, stock=stock, llama={"n_threads": threads}):
+        baseline = row if row.cache == "stock" else baseline
+        table.add_row(*bench_.row_texts(row, baseline))
+    console = Console(highlight=False)
+    console.print(
+        f"{model.name}, {result.machine}, prompt {n_prompt}, generated {n_gen}, median of {repeat} [slowest-fastest]"
+    )
+    (console if console.is_terminal else Console(highlight=False, width=140)).print(table)
+    if as_json is not None:
+        as_json.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+@app.command()
+def stats(
+    file: Annotated[Path, typer.Argument(help="JSON of --hobbit-stats, `hobbit run --stats` or /hobbit/stats")],
+) -> None:
+    """Show a statistics file as tables."""
+    s = CacheStats.load(file)
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=140)
+    console.print(f"precision {s.precision}, policy {s.policy}, cache {format_bytes(s.cache_bytes)}")
+    console.print(f"resident {s.resident_high} of {s.slots_high} high, {s.resident_low} of {s.slots_low} low")
+    console.print(summary_text(s))
+    names = (
+        "block",
+        "lookups",
+        "hit rate",
+        "miss high",
+        "miss low",
+        "skips",
+        "evictions",
+        "streamed",
+        "read",
+        "stall ms",
+    )
+    table = Table(*names, box=None, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for block, c in [*((str(layer.block), layer) for layer in s.layers), ("all", s.total)]:
+        counts = (c.misses_high, c.misses_low, c.skips, c.evictions, c.streamed)
+        table.add_row(
+            block,
+            str(c.lookups),
+            f"{100 * c.hit_rate:.1f} %",
+            *map(str, counts),
+            format_bytes(c.read_bytes),
+            f"{c.stall_us / 1e3:.1f}",
+        )
+    console.print(table)
+
+
+@app.command()
+def plot(
+    file: Annotated[Path, typer.Argument(help="statistics, or the JSON of `hobbit bench`")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="picture to write: .png, .svg, .pdf")],
+) -> None:
+    """Draw a statistics file: experts in memory, hit rate, precision mix, bytes and stalls by layer."""
+    plot_.plot_file(file, out)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="address of the server")] = "http://127.0.0.1:8080",
+    api_key: Annotated[str | None, typer.Option(envvar="LLAMA_API_KEY", help="of the server, if it has one")] = None,
+    interval: Annotated[float, typer.Option(min=0.05, help="seconds between two readings")] = 1.0,
+    count: Annotated[int | None, typer.Option(min=1, help="stop after this many pictures")] = None,
+) -> None:
+    """Watch the expert cache of a running server: rates, layers, what stalls. Ctrl-C ends."""
+    top_.watch(url, api_key=api_key, interval_s=interval, count=count, console=Console(highlight=False))
+
+
+def main() -> None:
+    """Entry point: errors that a user can act on become one line."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        _err.print(f"hobbit: {error}", markup=False, soft_wrap=True)
+        sys.exit(1)

@@ -1,0 +1,304 @@
+"""The class `Hobbit`: a `llama_cpp.Llama` whose experts are cached.
+
+Everything that takes a `Llama` takes a `Hobbit`. The engine's options are parsed and checked in C; here they are
+keyword arguments, which become a configuration handle that travels to the model as an integer KV override.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import inspect
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self
+
+from hobbit_py import _lib
+from hobbit_py.stats import CacheStats, Placement
+
+from llama_cpp import Llama as Llama  # isort: skip - after _lib, which decides what it loads
+
+_LLAMA_OPTIONS = frozenset(inspect.signature(Llama.__init__).parameters) - {"self", "kwargs"}
+
+
+class ExpertReadError(RuntimeError):
+    """Experts could not be read, and the step's results were thrown away. The message names file, tensor and expert.
+
+    The model still works: the next call reads again.
+    """
+
+
+class Hobbit(Llama):
+    """A model whose experts stay in its files and pass through a cache.
+
+    Args:
+        model_path: GGUF file with the high-precision experts; any shard.
+        low: GGUF file of the same model whose experts serve as the low-precision copies.
+        cache: memory for experts: "512MiB", "4GiB", a number of MiB, or "auto".
+        precision: "hobbit", "high" (exact), "low" or "article"; default "hobbit" with `low`, else "high".
+        t1: gate weight ranked before an expert up to which it is used in high precision, 0 to 1.
+        t2: the same for low precision; beyond it the expert is skipped.
+        renormalise: scale the other gate weights up after a skip.
+        deterministic: precision follows from the gate weights alone, whatever the cache holds.
+        policy: "hobbit", "lru" or "lfu": which expert leaves first.
+        weights: recency, frequency, high-precision frequency and layer distance in the score of policy "hobbit".
+        low_share: share of the cache for low-precision experts, 0.01 to 0.99.
+        io_threads: threads that read experts.
+        check: look for invalid numbers in every expert that is read.
+        stats: file for the statistics as JSON, written when the model is closed.
+        progress: called with the loaded share of the other weights, 0 to 1; an exception or `False` stops the load.
+        **llama: everything that `Llama` takes, and any option of the engine that has no name here.
+
+    Raises:
+        TypeError: a keyword that neither `Llama` nor the engine knows.
+        ValueError: a value that will not do, or a model that cannot be loaded; the message is the engine's.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        low: str | os.PathLike[str] | None = None,
+        cache: str | int = "auto",
+        precision: str | None = None,
+        t1: float | None = None,
+        t2: float | None = None,
+        renormalise: bool | None = None,
+        deterministic: bool | None = None,
+        policy: str | None = None,
+        weights: Sequence[float] | None = None,
+        low_share: float | None = None,
+        io_threads: int | None = None,
+        check: bool | None = None,
+        stats: str | os.PathLike[str] | None = None,
+        progress: Callable[[float], object] | None = None,
+        **llama: Any,
+    ) -> None:
+        options: dict[str, Any] = {
+            "low": low,
+            "cache": cache,
+            "precision": precision,
+            "t1": t1,
+            "t2": t2,
+            "renormalise": renormalise,
+            "deterministic": deterministic,
+            "policy": policy,
+            "weights": weights,
+            "low_share": low_share,
+            "io_threads": io_threads,
+            "check": check,
+            "stats": stats,
+        }
+        for name in [name for name in llama if name not in _LLAMA_OPTIONS]:
+            if name not in _lib.OPTIONS:
+                raise TypeError(_unknown(name, options))
+            options[name] = llama.pop(name)
+        self._engine_options = {name: value for name, value in options.items() if value is not None}
+        self._user_overrides = llama.pop("kv_overrides", None)
+        self._progress = None if progress is None else _Progress(progress)
+        self._engine_lock = threading.Lock()  # the C API wants one caller at a time per context, and close() must wait
+
+        overrides = {**(self._user_overrides or {}), _lib.CONFIG_KEY: _lib.config_new(self._engine_options)}
+        with _lib.error_lines() as lines:
+            try:
+                super().__init__(os.fspath(model_path), kv_overrides=overrides, **llama)
+            except ValueError:
+                if self._progress is not None and self._progress.error is not None:
+                    raise self._progress.error from None
+                why = _lib.reason(lines, "error loading model: ")
+                if why is None:
+                    raise
+                raise ValueError(f"{os.fspath(model_path)}: {why}") from None
+        if self._progress is not None and self._progress.error is not None:  # of the last call, when all was loaded
+            self.close()
+            raise self._progress.error
+
+    #
+    # loading
+    #
+
+    @property
+    def model_params(self) -> Any:
+        """llama_model_params of the load; `Llama.__init__` sets it, and our progress callback joins it there."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        self._model_params = params
+        if self._progress is not None:
+            params.progress_callback = _lib.binding.llama_progress_callback(self._progress)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Options, not contents: the copy loads its files again. A progress callback stays behind."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "kv_overrides": self._user_overrides, **self._engine_options}
+
+    def close(self) -> None:
+        """Frees context, model and cache; a second call does nothing."""
+        if hasattr(self, "_stack"):  # false if __init__ refused an option
+            with self._engine_lock:
+                super().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    #
+    # computing: as Llama, with the reason when a step fails
+    #
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluates tokens; a failed read raises `ExpertReadError` and leaves the model as it was before the batch."""
+        with _reading():
+            super().eval(tokens)
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Llama.embed`; a failed read raises `ExpertReadError`."""
+        with _reading():
+            return super().embed(*args, **kwargs)
+
+    #
+    # the cache
+    #
+
+    @contextmanager
+    def _engine(self) -> Iterator[int]:
+        """The C context, for one call."""
+        with self._engine_lock:
+            llama = getattr(getattr(self, "_ctx", None), "ctx", None)
+            if llama is None:
+                raise ValueError("the model is closed")
+            ctx = _lib.lib.hobbit_from_llama(llama)
+            if ctx is None:
+                raise ValueError("the model has no experts in memory: it was loaded with vocab_only=True")
+            yield ctx
+
+    @property
+    def placement(self) -> Placement:
+        """What is in effect: files, types, slots, rule, policy; and defaults that differ from llama-cli."""
+        with self._engine() as ctx:
+            data = json.loads(_lib.read_text(_lib.lib.hobbit_placement_json, ctx))
+        flash = self.context_params.flash_attn_type != _lib.binding.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        unlike = [] if flash else ["flash attention is off; llama-cli leaves it to the device (flash_attn=True: on)"]
+        if self._n_ctx == 512:
+            unlike.append("the context holds 512 tokens; llama-cli takes the model's (n_ctx=0)")
+        if self.n_batch == 512:
+            unlike.append("a batch holds 512 tokens; llama-cli takes 2048 (n_batch=2048)")
+        return Placement.from_dict(data, flash_attention=flash, unlike_llama_cli=tuple(unlike))
+
+    def cache_stats(self) -> CacheStats:
+        """Counters since the load or `reset_stats()`. Any thread may ask, during a generation too."""
+        with self._engine() as ctx:
+            return CacheStats.from_json(_lib.read_text(_lib.lib.hobbit_stats_json, ctx))
+
+    def reset_stats(self) -> None:
+        """Sets all counters to 0; what is resident stays."""
+        with self._engine() as ctx:
+            _lib.lib.hobbit_stats_reset(ctx)
+
+    @contextmanager
+    def stats_delta(self) -> Iterator[StatsDelta]:
+        """`with model.stats_delta() as delta: ...`, then `delta.stats` holds what happened inside."""
+        delta = StatsDelta(self.cache_stats)
+        try:
+            yield delta
+        finally:
+            delta.finish()
+
+    def resident(self) -> npt.NDArray[np.int8]:
+        """[layer with experts, expert]: 0 absent, 1 low, 2 high precision. Waits for the end of a running step."""
+        with self._engine() as ctx:
+            placement = json.loads(_lib.read_text(_lib.lib.hobbit_placement_json, ctx))
+            out = np.zeros((placement["n_layer"], placement["n_expert"]), dtype=np.int8)
+            pointer = out.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+            n: int = _lib.lib.hobbit_resident(ctx, pointer, out.size)
+        assert n == out.size, f"{n} experts in the library, {out.size} in the placement"
+        return out
+
+    def save_stats(self, path: str | os.PathLike[str]) -> None:
+        """Writes statistics and residency as JSON for `hobbit stats` and `hobbit plot`."""
+        import dataclasses
+
+        resident = tuple("".join(map(str, row)) for row in self.resident().tolist())
+        dataclasses.replace(self.cache_stats(), resident=resident).save(path)
+
+    def resize(self, cache: str | int) -> None:
+        """Gives the cache another size, as the argument `cache`; what was used last stays as far as it fits.
+
+        Waits for the end of a running step. In deterministic and exact mode the tokens that follow are the same.
+
+        Raises:
+            ValueError: too small for one token, or no memory; the message names the number that works.
+        """
+        error = ctypes.create_string_buffer(1024)
+        with self._engine() as ctx:
+            if not _lib.lib.hobbit_resize(ctx, _lib.option_text(cache).encode(), error, len(error)):
+                raise ValueError(os.fsdecode(error.value))
+        self._engine_options["cache"] = cache
+
+
+class _Progress:
+    """The user's callback as llama.cpp wants it. Knows nothing of the model, which must not become part of a cycle."""
+
+    def __init__(self, callback: Callable[[float], object]) -> None:
+        self._callback = callback
+        self.error: BaseException | None = None
+
+    def __call__(self, share: float, user_data: object) -> bool:
+        try:
+            return self._callback(share) is not False
+        except BaseException as error:  # KeyboardInterrupt included; the load ends, then it is raised
+            self.error = error
+            return False
+
+
+class StatsDelta:
+    """The statistics of a `with` block: growing inside it, fixed after it."""
+
+    def __init__(self, read: Callable[[], CacheStats]) -> None:
+        self._read: Callable[[], CacheStats] | None = read
+        self._start = read()
+        self._end: CacheStats | None = None
+
+    @property
+    def stats(self) -> CacheStats:
+        now = self._end if self._read is None else self._read()
+        assert now is not None
+        return now - self._start
+
+    def finish(self) -> None:
+        if self._read is not None:
+            self._end = self._read()
+            self._read = None
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turns the number that a failed decode returns into the engine's reason."""
+    with _lib.error_lines() as lines:
+        try:
+            yield
+        except RuntimeError as error:
+            why = _lib.reason(lines, "experts could not be read: ")
+            if why is None:
+                raise
+            raise ExpertReadError(why) from error
+
+
+def _unknown(name: str, options: dict[str, Any]) -> str:
+    names = [*_LLAMA_OPTIONS, *options, *_lib.OPTIONS, "progress"]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return (
+        f"unknown option '{name}'{hint} llama_cpp.Llama has no such parameter, and the engine's options are "
+        f"{', '.join(sorted(_lib.OPTIONS))}"
+    )

@@ -1,0 +1,255 @@
+"""What the expert cache reports, as frozen dataclasses: counters per layer and in total, and what is in effect.
+
+The field names are those of the engine's JSON (`hobbit_stats_json`, `hobbit_placement_json`), so a file written by
+`--hobbit-stats`, an answer of a server's `GET /hobbit/stats` and `Hobbit.cache_stats()` are the same thing. This module
+needs neither the library nor the binding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+VERSION = 1  # of the JSON
+
+
+def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `data` that are fields of `cls`."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+def ratio(part: float, whole: float) -> float:
+    """part / whole, and 0 where nothing was counted."""
+    return part / whole if whole else 0.0
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Events of one layer, or of all. A lookup is one expert of one layer in one step, whatever the precision."""
+
+    lookups: int = 0
+    hits: int = 0
+    misses_high: int = 0
+    misses_low: int = 0
+    skips: int = 0  # experts that no token of the step wanted
+    selected_high: int = 0  # (token, expert) pairs by the precision of the rule
+    selected_low: int = 0
+    selected_skip: int = 0
+    evictions: int = 0
+    read_bytes_high: int = 0
+    read_bytes_low: int = 0
+    streamed: int = 0  # misses that passed through the ring without taking a slot
+    stall_us: int = 0  # time in which the computation waited for bytes
+
+    @property
+    def misses(self) -> int:
+        return self.misses_high + self.misses_low
+
+    @property
+    def read_bytes(self) -> int:
+        return self.read_bytes_high + self.read_bytes_low
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per lookup, 0 to 1."""
+        return ratio(self.hits, self.lookups)
+
+    @property
+    def selected(self) -> int:
+        return self.selected_high + self.selected_low + self.selected_skip
+
+    @property
+    def mix(self) -> tuple[float, float, float]:
+        """Shares of the (token, expert) pairs in high precision, in low precision, and skipped."""
+        high, low, skip = self.selected_high, self.selected_low, self.selected_skip
+        return ratio(high, self.selected), ratio(low, self.selected), ratio(skip, self.selected)
+
+
+COUNTERS = tuple(f.name for f in dataclasses.fields(Counters))
+
+
+@dataclass(frozen=True)
+class LayerStats(Counters):
+    """Counters of one layer with experts."""
+
+    block: int = -1  # number of the block in the model, as in tensor names
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """The expert cache since the model was loaded, or since `reset_stats()`.
+
+    `total` is the sum of `layers`. Fields up to `resident_low` say how things stand, the others count.
+    """
+
+    version: int = VERSION
+    precision: str = ""
+    policy: str = ""
+    cache_bytes: int = 0
+    slots_high: int = 0
+    slots_low: int = 0
+    resident_high: int = 0
+    resident_low: int = 0
+    prompt_tokens: int = 0
+    prompt_us: int = 0
+    decode_tokens: int = 0
+    decode_us: int = 0
+    steps: int = 0
+    failed_steps: int = 0
+    total: Counters = field(default_factory=Counters)
+    layers: tuple[LayerStats, ...] = ()
+    resident: tuple[str, ...] | None = None  # per layer, a digit per expert: 0 absent, 1 low, 2 high
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CacheStats:
+        """From the engine's JSON object.
+
+        Raises:
+            ValueError: it is something else, or of another version.
+        """
+        if not isinstance(data, Mapping) or not {"version", "total", "layers"} <= data.keys():
+            raise ValueError(
+                "no statistics of an expert cache: a JSON object with version, total and layers is expected"
+            )
+        if data["version"] != VERSION:
+            raise ValueError(f"statistics of version {data['version']}; this package reads version {VERSION}")
+        plain = _known(cls, data)
+        plain["total"] = Counters(**_known(Counters, data["total"]))
+        plain["layers"] = tuple(LayerStats(**_known(LayerStats, layer)) for layer in data["layers"])
+        resident = data.get("resident")
+        plain["resident"] = None if resident is None else tuple(resident)
+        return cls(**plain)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> CacheStats:
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CacheStats:
+        """From a file that `--hobbit-stats`, `hobbit run --stats` or `save()` wrote.
+
+        Raises:
+            ValueError: the file holds something else.
+            OSError: it cannot be read.
+        """
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data in the engine's names; `CacheStats.from_dict` takes it back."""
+        data = dataclasses.asdict(self)
+        data["layers"] = [{"block": layer.pop("block"), **layer} for layer in data["layers"]]
+        resident = data.pop("resident")
+        return data if resident is None else {**data, "resident": list(resident)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the JSON that `hobbit stats` and `hobbit plot` read."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat dict per layer with `hit_rate` added: `pandas.DataFrame(stats.rows())`."""
+        return [{"block": s.block, **{n: getattr(s, n) for n in COUNTERS}, "hit_rate": s.hit_rate} for s in self.layers]
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        return ratio(1e6 * self.prompt_tokens, self.prompt_us)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return ratio(1e6 * self.decode_tokens, self.decode_us)
+
+    def __sub__(self, earlier: CacheStats) -> CacheStats:
+        """What happened between two readings; how things stand is as in the later one.
+
+        Raises:
+            ValueError: the statistics were reset in between, or belong to different models.
+        """
+        if [s.block for s in self.layers] != [s.block for s in earlier.layers]:
+            raise ValueError("statistics of different models")
+        if self.steps < earlier.steps:
+            raise ValueError("the statistics were reset between the two readings")
+
+        def less(now: Any, then: Any, names: tuple[str, ...]) -> dict[str, int]:
+            return {name: getattr(now, name) - getattr(then, name) for name in names}
+
+        layers = [
+            LayerStats(block=now.block, **less(now, then, COUNTERS))
+            for now, then in zip(self.layers, earlier.layers, strict=True)
+        ]
+        return dataclasses.replace(
+            self,
+            total=Counters(**less(self.total, earlier.total, COUNTERS)),
+            layers=tuple(layers),
+            **cast(Any, less(self, earlier, _COUNTED)),
+        )
+
+
+_COUNTED = ("prompt_tokens", "prompt_us", "decode_tokens", "decode_us", "steps", "failed_steps")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The slots of one precision."""
+
+    precision: str  # "high" or "low"
+    file: str
+    type: str  # ggml type, as "q4_0"
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What is in effect, which may be less than what was asked for: files, types, slots, rule, policy."""
+
+    arch: str = ""
+    n_layer: int = 0  # layers with experts
+    n_expert: int = 0
+    n_expert_used: int = 0
+    precision: str = ""
+    t1: float = 0.0
+    t2: float = 0.0
+    renormalise: bool = False
+    deterministic: bool = False
+    policy: str = ""
+    cache_bytes: int = 0  # slots and ring
+    sizing: str = ""  # where that number comes from
+    ring_places: int = 0
+    ring_place_bytes: int = 0
+    io_threads: int = 0
+    pools: tuple[Pool, ...] = ()
+    flash_attention: bool = False
+    unlike_llama_cli: tuple[str, ...] = ()  # defaults of llama-cpp-python that are in effect and differ
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], **more: Any) -> Placement:
+        plain = {**_known(cls, data), **more}
+        plain["pools"] = tuple(Pool(**_known(Pool, pool)) for pool in data["pools"])
+        return cls(**plain)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        mib = 1024 * 1024
+        lines = [
+            f"{self.arch}: {self.n_layer} layers with {self.n_expert} experts, {self.n_expert_used} used per token",
+            f"cache {self.cache_bytes / mib:.1f} MiB ({self.sizing}), policy {self.policy}",
+        ]
+        lines += [
+            f"{p.precision}: {p.slots} of {self.n_layer * self.n_expert} experts fit, "
+            f"{p.slot_bytes / mib:.2f} MiB each, {p.type}, {p.file}"
+            for p in self.pools
+        ]
+        rule = f", T1 {self.t1:g}, T2 {self.t2:g}" if self.precision in ("hobbit", "article") else ""
+        exact = " (the same results for any cache)" if self.deterministic else ""
+        lines.append(f"precision {self.precision}{rule}{exact}")
+        return "\n".join([*lines, *self.unlike_llama_cli])
