@@ -1,0 +1,138 @@
+"""The engine's options in upstream's programs: help, load block, closing table, statistics file, interruption."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import BUILD, ROOT, clean_environment, program
+
+HIGH = ROOT / "models/tiny-moe/tiny-moe-F16.gguf"
+LOW = BUILD / "models/tiny-moe-Q4_0.gguf"
+TEXT = ROOT / "models/tiny-moe/heldout.txt"
+SMALL = ["--hobbit-low", LOW, "--hobbit-cache", "8MiB"]
+
+
+def command(tool: str, *options: object) -> list[str]:
+    return [str(program(tool)), "-m", str(HIGH), *map(str, options)]
+
+
+def run(tool: str, *options: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(tool, *options),
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.parametrize("tool", ["llama-cli", "llama-completion", "llama-server", "llama-perplexity"])
+def test_help_has_a_section_for_the_engines_options(tool: str) -> None:
+    text = run(tool, "--help").stdout
+    section = text.split("----- expert caching params -----")[1].split("-----")[0]
+    for option in ("--hobbit-cache SIZE", "--hobbit-low FILE", "--hobbit-precision RULE", "--hobbit-deterministic"):
+        assert option in section
+    assert "(env: LLAMA_ARG_HOBBIT_CACHE)" in section
+    assert "--hobbit" not in text.split("----- expert caching params -----")[0]
+
+
+def test_every_documented_option_exists_and_the_other_way_round() -> None:
+    offered = set(re.findall(r"--hobbit-[a-z0-9-]+", run("llama-cli", "--help").stdout))
+    documented = set(re.findall(r"^\| `(--hobbit-[a-z0-9-]+)`", (ROOT / "docs/options.md").read_text(), re.MULTILINE))
+    assert offered == documented
+
+
+def test_cli_says_what_will_happen_and_what_did() -> None:
+    done = run("llama-cli", *SMALL, "-st", "-p", "In the beginning", "-n", 32, "--temp", 0)
+    for line in ("high ", "low ", "q4_0", "precision  hobbit, T1 0.6, T2 0.9", "policy     hobbit"):
+        assert line in done.stderr
+    for line in ("prompt", "decode", "hit rate", "misses", "skips", "bytes read", "stall time", "evictions"):
+        assert re.search(rf"^  {line} ", done.stderr, re.MULTILINE), line
+
+
+def test_statistics_add_up(tmp_path: Path) -> None:
+    file = tmp_path / "stats.json"
+    run(
+        "llama-completion",
+        *SMALL,
+        "-no-cnv",
+        "-p",
+        "In the beginning",
+        "-n",
+        40,
+        "--ignore-eos",
+        "--hobbit-stats",
+        file,
+    )
+    stats = json.loads(file.read_text())
+    total = stats["total"]
+    assert list(tmp_path.iterdir()) == [file]
+    assert stats["decode_tokens"] == 39  # the first generated token comes from the prompt
+    for layer in [total, *stats["layers"]]:
+        assert layer["lookups"] == layer["hits"] + layer["misses_high"] + layer["misses_low"] + layer["skips"]
+    for counter in total:
+        assert total[counter] == sum(layer[counter] for layer in stats["layers"])
+    selections = total["selected_high"] + total["selected_low"] + total["selected_skip"]
+    # top-4 in six layers; the last one sees only the prompt's last token
+    assert selections == 4 * (6 * stats["decode_tokens"] + 5 * stats["prompt_tokens"] + 1)
+    assert total["misses_low"] > 0
+    assert 0 < total["hits"] < total["lookups"]
+    # bytes follow from misses: three F16 matrices of 256 x 256, and their Q4_0 copies at 18 bytes per 32 values
+    assert total["read_bytes_high"] == total["misses_high"] * 3 * 256 * 256 * 2
+    assert total["read_bytes_low"] == total["misses_low"] * 3 * 256 * 256 * 18 // 32
+
+
+def test_warm_up_does_not_count(tmp_path: Path) -> None:
+    files = [tmp_path / "with.json", tmp_path / "without.json"]
+    for file, option in zip(files, (["--warmup"], ["--no-warmup"]), strict=True):
+        run("llama-completion", *SMALL, *option, "-no-cnv", "-p", "In the", "-n", 4, "--hobbit-stats", file)
+    stats = [json.loads(file.read_text()) for file in files]
+    assert stats[0]["steps"] == stats[1]["steps"]
+    assert stats[0]["total"]["lookups"] == stats[1]["total"]["lookups"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "options"),
+    [
+        ("llama-cli", ["-st", "-p", "In the beginning", "-n", 100000, "-c", 1024, "--context-shift", "--ignore-eos"]),
+        (
+            "llama-completion",
+            ["-no-cnv", "-p", "In the beginning", "-n", 100000, "-c", 1024, "--context-shift", "--ignore-eos"],
+        ),
+        ("llama-perplexity", ["-f", TEXT, "-c", 256]),
+    ],
+)
+def test_interrupted_programs_still_print_the_table(tool: str, options: list[object]) -> None:
+    process = subprocess.Popen(
+        command(tool, *SMALL, *options),
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    assert process.stderr is not None and process.stdout is not None
+    try:
+        # perplexity prints its first result, the others the prompt and then what they generate
+        started = r"\[2\]" if tool == "llama-perplexity" else r"In the beginning[\s\S]{20}"
+        seen = ""
+        while not re.search(started, seen):
+            char = process.stdout.read(1)
+            assert char, f"{tool} ended by itself: {seen}"
+            seen += char
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "hobbit: expert cache\n" in err
+    assert re.search(r"^  hit rate ", err, re.MULTILINE)
