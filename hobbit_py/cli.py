@@ -146,7 +146,7 @@ def _stream(llm: Hobbit, pieces: Iterator[str]) -> str:
             _err.print("[interrupted]", markup=False)
     sys.stdout.write("\n")
     sys.stdout.flush()
-    _err.print(summary_text(delta.stats), style="dim")
+    _err.print(summary_text(delta.stats), style="dim", soft_wrap=True)
     return text
 
 
@@ -296,5 +296,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        _err.print(f"hobbit: {error}", markup=False, soft_wrap=True)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        _err.print(f"hobbit: {text}", markup=False, soft_wrap=True)
         sys.exit(1)

@@ -110,15 +110,13 @@ class Hobbit(Llama):
             try:
                 super().__init__(os.fspath(model_path), kv_overrides=overrides, **llama)
             except ValueError:
-                if self._progress is not None and self._progress.error is not None:
-                    raise self._progress.error from None
+                if self._progress is not None:
+                    self._progress.raise_error()
                 why = _lib.reason(lines, "error loading model: ")
                 if why is None:
                     raise
                 raise ValueError(f"{os.fspath(model_path)}: {why}") from None
-        if self._progress is not None and self._progress.error is not None:  # of the last call, when all was loaded
-            self.close()
-            raise self._progress.error
+        self._callback_errors: list[BaseException] = []
 
     #
     # loading
@@ -165,6 +163,22 @@ class Hobbit(Llama):
         """As `Llama.embed`; a failed read raises `ExpertReadError`."""
         with _reading():
             return super().embed(*args, **kwargs)
+
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Llama`'s, but an exception in a logits processor is kept for `sample`: it cannot pass through C."""
+        processors = kwargs.get("logits_processor")
+        if processors is not None:
+            kwargs["logits_processor"] = [_guarded(p, self._callback_errors) for p in processors]
+        return super()._init_sampler(*args, **kwargs)
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As `Llama.sample`; what a logits processor raised is raised here."""
+        token: int = super().sample(*args, **kwargs)
+        if self._callback_errors:
+            error = self._callback_errors[0]
+            self._callback_errors.clear()
+            raise error
+        return token
 
     #
     # the cache
@@ -246,19 +260,37 @@ class Hobbit(Llama):
         self._engine_options["cache"] = cache
 
 
+def _guarded(processor: Callable[..., Any], errors: list[BaseException]) -> Callable[..., Any]:
+    """A logits processor that keeps its exception and leaves the logits alone."""
+
+    def call(input_ids: Any, logits: Any) -> Any:
+        try:
+            return processor(input_ids, logits)
+        except BaseException as error:  # KeyboardInterrupt included
+            errors.append(error)
+            return logits
+
+    return call
+
+
 class _Progress:
     """The user's callback as llama.cpp wants it. Knows nothing of the model, which must not become part of a cycle."""
 
     def __init__(self, callback: Callable[[float], object]) -> None:
         self._callback = callback
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
 
     def __call__(self, share: float, user_data: object) -> bool:
         try:
-            return self._callback(share) is not False
+            if self._callback(share) is False:
+                self._error = ValueError(f"the load was stopped by the progress callback at {100 * share:.0f} %")
         except BaseException as error:  # KeyboardInterrupt included; the load ends, then it is raised
-            self.error = error
-            return False
+            self._error = error
+        return self._error is None
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class StatsDelta:
@@ -288,10 +320,10 @@ def _reading() -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            why = _lib.reason(lines, "experts could not be read: ")
+            why = _lib.reason(lines, "experts could not be read:")
             if why is None:
                 raise
-            raise ExpertReadError(why) from error
+            raise ExpertReadError(why or "experts could not be read") from error
 
 
 def _unknown(name: str, options: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ def draw_stats(stats: CacheStats) -> Any:
         100 * stats.total.hit_rate, color=MISS, linewidth=1, label=f"all layers {100 * stats.total.hit_rate:.1f} %"
     )
     hit.set(ylabel="hit rate, %", ylim=(0, 105))
-    hit.legend(loc="lower right", fontsize=8)
+    _legend(hit)
 
     shares = [[100 * share for share in s.mix] for s in layers]
     bottom = [0.0] * len(layers)
@@ -85,13 +85,13 @@ def draw_stats(stats: CacheStats) -> Any:
         mix.bar(x, values, bottom=bottom, color=color, width=0.8, label=name)
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
     mix.set(ylabel="selected, %", ylim=(0, 105))
-    mix.legend(loc="lower right", fontsize=8, ncols=3)
+    _legend(mix)
 
     high = [s.read_bytes_high / MIB for s in layers]
     read.bar(x, high, color=HIGH, width=0.8, label="high")
     read.bar(x, [s.read_bytes_low / MIB for s in layers], bottom=high, color=LOW, width=0.8, label="low")
     read.set(ylabel="read, MiB")
-    read.legend(loc="lower right", fontsize=8, ncols=2)
+    _legend(read)
 
     stall.bar(x, [s.stall_us / 1e3 for s in layers], color=MISS, width=0.8)
     stall.set(ylabel="stalled, ms", xlabel="layer with experts (number of its block)")
@@ -109,6 +109,11 @@ def draw_stats(stats: CacheStats) -> Any:
         fontsize=10,
     )
     return figure
+
+
+def _legend(axis: Any, handles: list[Any] | None = None) -> None:
+    """To the right of the panel, where it hides nothing."""
+    axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
 
 
 def _draw_residency(plt: Any, figure: Any, axis: Any, resident: tuple[str, ...]) -> None:
@@ -130,12 +135,7 @@ def _draw_residency(plt: Any, figure: Any, axis: Any, resident: tuple[str, ...])
     present = sum(row.count("1") + row.count("2") for row in resident)
     total = sum(map(len, resident))
     axis.set_title(f"in memory: {present} of {total} experts ({100 * present / total:.0f} %)", fontsize=9)
-    axis.legend(
-        handles=[Patch(color=HIGH, label="high"), Patch(color=LOW, label="low"), Patch(color=NONE, label="absent")],
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        fontsize=8,
-    )
+    _legend(axis, [Patch(color=HIGH, label="high"), Patch(color=LOW, label="low"), Patch(color=NONE, label="absent")])
 
 
 def draw_bench(data: dict[str, Any]) -> Any:

@@ -1,0 +1,295 @@
+"""The command `hobbit`, against the embedded model, a real llama-server, and a small server that counts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hobbit_models import PROMPT, ROOT, SMALL, example, high, hobbit, low, run_hobbit
+from typer.testing import CliRunner
+
+from hobbit_py import CacheStats, top
+from hobbit_py.cli import app
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+#
+# run
+#
+
+
+def test_run_prints_what_the_class_generates(tmp_path: Path) -> None:
+    options = ("--low", low(), "--cache", SMALL, "--deterministic", "--temp", 0, "--threads", 1)
+    done = run_hobbit("run", high(), *options, "-p", PROMPT, "-n", 16, "--stats", tmp_path / "s.json")
+    assert done.returncode == 0, done.stderr
+    with hobbit(low=low(), deterministic=True) as model:
+        assert done.stdout == model.create_completion(PROMPT, max_tokens=16, temperature=0)["choices"][0]["text"] + "\n"
+    assert re.search(r"15 tokens, [\d.]+ tok/s; hit rate [\d.]+ %", done.stderr)
+    saved = CacheStats.load(tmp_path / "s.json")
+    assert saved.decode_tokens == 15
+    assert saved.resident is not None
+    assert sum(row.count("2") for row in saved.resident) == saved.resident_high
+
+
+def test_run_chats_line_by_line() -> None:
+    done = run_hobbit("run", high(), "--cache", SMALL, "-n", 8, stdin="Who art thou?\n\nAnd whence?\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("hit rate") == 2
+
+
+def test_run_shows_a_status_line_on_a_terminal() -> None:
+    master, slave = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "hobbit_py",
+        "run",
+        high(),
+        "--cache",
+        SMALL,
+        "-p",
+        PROMPT,
+        "-n",
+        "600",
+        "-c",
+        "1024",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "24"}
+    process = subprocess.Popen([*command, "--temp", "1"], stdout=slave, stderr=slave, stdin=slave, env=env)
+    os.close(slave)
+    output = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while piece := os.read(master, 65536):
+            output += piece
+    os.close(master)
+    text = output.decode("utf-8", errors="replace")
+    assert process.wait() == 0, text
+    assert "\x1b[1;23r" in text and "\x1b[r" in text  # a scroll region, and its end
+    assert re.search(r"\x1b\[24;1H\x1b\[2K\x1b\[7m[\d.]+ tok/s   hit rate [\d.]+ %   read [\d.]+ MB/s", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("run", "nowhere.gguf", "-p", "x"), 1, "hobbit: Model path does not exist: nowhere.gguf"),
+        (("run", "MODEL", "--cache", "1KiB", "-p", "x"), 1, "smallest setting that works"),
+        (("run", "MODEL", "--t1", "7", "-p", "x"), 1, "0 to 1"),
+        (("run", "MODEL", "--set", "foo=1", "-p", "x"), 2, "io-threads"),
+        (("stats", "nowhere.json"), 1, "hobbit: nowhere.json: No such file or directory"),
+        (("plot", "nowhere.json", "-o", "x.png"), 1, "nowhere.json"),
+        (("serve", "MODEL", "--policy", "fifo"), 1, "hobbit, lru or lfu"),
+        (("top", "http://127.0.0.1:1"), 1, "refused"),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(arguments: tuple[str, ...], code: int, says: str) -> None:
+    done = run_hobbit(*(high() if a == "MODEL" else a for a in arguments))
+    assert done.returncode == code
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+#
+# bench, stats, plot
+#
+
+
+def test_bench_measures_each_size_and_stock(tmp_path: Path) -> None:
+    arguments = ("--cache", f"{SMALL},64MiB", "-p", 8, "-n", 8, "-r", 2, "-t", 1, "--low", low())
+    done = invoke("bench", high(), *arguments, "--json", tmp_path / "b.json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "b.json").read_text())["results"]
+    assert [row["cache"] for row in rows] == ["stock", SMALL, "64MiB"]
+    assert all(len(row["decode"]) == 2 for row in rows)
+    assert rows[1]["hit_rate"] < rows[2]["hit_rate"]
+    assert rows[1]["read_bytes_per_token"] > rows[2]["read_bytes_per_token"]
+    for size in ("stock", SMALL, "64MiB"):
+        assert size in done.output
+
+
+def test_stats_shows_a_file(tmp_path: Path) -> None:
+    example().save(tmp_path / "s.json")
+    done = invoke("stats", tmp_path / "s.json")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert ["all", "33", "54.5", "%"] in [line[:4] for line in lines]
+    assert "11 of 12 high" in done.output
+
+
+def test_plot_draws_statistics_and_benches(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with hobbit(low=low()) as model:
+        model.create_completion(PROMPT, max_tokens=8)
+        model.save_stats(tmp_path / "s.json")
+        model.cache_stats().save(tmp_path / "without-residency.json")
+    rates = {"hit_rate": 0.5, "prompt": [1.0], "decode": [1.0, 2.0]}
+    results = [
+        {"cache": name, "cache_bytes": size, **rates}
+        for name, size in (("stock", 0), ("4MiB", 4 << 20), ("auto", 8 << 20))
+    ]
+    (tmp_path / "b.json").write_text(json.dumps({"bench": 1, "model": "m", "machine": "x", "results": results}))
+    for name in ("s", "without-residency", "b"):
+        done = invoke("plot", tmp_path / f"{name}.json", "-o", tmp_path / f"{name}.png")
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+#
+# serve
+#
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of `hobbit serve` with an API key; it says itself when it is ready."""
+    command = [
+        sys.executable,
+        "-m",
+        "hobbit_py",
+        "serve",
+        high(),
+        "--low",
+        low(),
+        "--cache",
+        SMALL,
+        "--set",
+        "io-threads=2",
+    ]
+    more = ["--host", "127.0.0.1", "--port", "0", "--api-key", "secret", "-c", "256", "-t", "1"]
+    process = subprocess.Popen(
+        [*command, *more],
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    lines = []
+    address = None
+    for line in process.stdout:
+        lines.append(line)
+        if found := re.search(r"listening on (http://\S+)", line):
+            address = found[1]
+            break
+    assert address, "".join(lines)
+    drain = threading.Thread(target=process.stdout.read)
+    drain.start()
+    yield address
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    drain.join()
+
+
+def post(address: str, path: str, body: dict[str, Any]) -> Any:
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    request = urllib.request.Request(address + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())
+
+
+def test_serve_answers_as_openai_does(server: str) -> None:
+    answer = post(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "temperature": 0})
+    assert answer["usage"]["completion_tokens"] == 8
+    answer = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8})
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+#
+# top
+#
+
+
+class Counting(BaseHTTPRequestHandler):
+    """A server whose statistics double with every request; it wants the API key that its server names."""
+
+    def do_GET(self) -> None:
+        server: Any = self.server
+        if server.api_key and self.headers["Authorization"] != f"Bearer {server.api_key}":
+            self.send_error(401)
+        elif self.path != "/hobbit/stats" or server.stock:
+            self.send_error(404)
+        else:
+            server.scale += server.step
+            body = json.dumps({**example(server.scale, layers=8).to_dict(), "resident": ["0120"] * 8}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def counting() -> Iterator[Any]:
+    server: Any = HTTPServer(("127.0.0.1", 0), Counting)
+    server.api_key, server.stock, server.scale, server.step = None, False, 0, 1
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def show(url: str, *, height: int = 40, terminal: bool = False, count: int = 1, **options: Any) -> str:
+    """What `top` draws, with a clock that does not wait."""
+    from rich.console import Console
+
+    console = Console(width=120, height=height, force_terminal=terminal, record=True, file=open(os.devnull, "w"))
+    top.watch(url, api_key=options.get("api_key"), interval_s=1.0, count=count, console=console, wait=lambda _: None)
+    return console.export_text()
+
+
+def test_top_shows_rates_between_two_readings(counting: Any) -> None:
+    text = show(counting.url)
+    delta = example(2, layers=8) - example(1, layers=8)
+    assert f"hit {100 * delta.total.hit_rate:5.1f} %" in text
+    assert "11 of 12 slots" in text and "precision hobbit" in text
+    rows = [line.split() for line in text.splitlines()]
+    for layer in delta.layers:
+        assert [str(layer.block), f"{100 * layer.hit_rate:.0f}", "%"] in [row[:3] for row in rows]
+    assert "·▪■·" in text
+
+
+def test_top_shows_the_layers_that_stall_when_not_all_fit(counting: Any) -> None:
+    text = show(counting.url, height=12, terminal=True)
+    shown = [line.split()[0] for line in text.splitlines() if "+" in line and "/s" not in line and "tokens" not in line]
+    assert shown and shown[-1] == "8" and "more" in text
+
+
+def test_top_survives_a_restart_of_the_server(counting: Any) -> None:
+    counting.scale, counting.step = 9, -4
+    assert "hit" in show(counting.url)
+
+
+def test_top_wants_a_server_of_ours_and_its_key(counting: Any) -> None:
+    counting.api_key = "secret"
+    with pytest.raises(top.ServerError, match="401: it wants an API key"):
+        show(counting.url)
+    assert "hit" in show(counting.url, api_key="secret")
+    counting.stock = True
+    with pytest.raises(top.ServerError, match=r"404.*--hobbit options"):
+        show(counting.url, api_key="secret")
+
+
+def test_top_is_a_command(counting: Any) -> None:
+    done = invoke("top", counting.url, "--interval", "0.05", "--count", "2")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("precision hobbit") == 2

@@ -1,0 +1,420 @@
+"""Hobbit is Llama, with a cache: the same results where that is promised, and everything else told."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hobbit_models import LARGE, PROMPT, SMALL, greedy, high, hobbit, logits, low, run_python, stock
+
+from hobbit_py import ExpertReadError, Hobbit, _lib
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_exact_mode_gives_the_logits_of_llama(flash_attn: bool) -> None:
+    with hobbit(precision="high", logits_all=True, flash_attn=flash_attn) as ours:
+        theirs = stock(logits_all=True, flash_attn=flash_attn)
+        tokens = ours.tokenize(PROMPT.encode()) + greedy(ours)
+        assert np.array_equal(logits(ours, tokens), logits(theirs, tokens))
+        for token in tokens[:8]:  # one at a time
+            ours.eval([token])
+            theirs.eval([token])
+        n = theirs.n_tokens
+        assert np.array_equal(ours.scores[:n], theirs.scores[:n])
+        assert ours.cache_stats().total.evictions > 0
+        theirs.close()
+
+
+def test_exact_mode_completes_and_chats_as_llama() -> None:
+    theirs = stock()
+    messages: list[Any] = [{"role": "user", "content": "Who was Moses?"}]
+    with hobbit(precision="high") as ours:
+        for model in (ours, theirs):
+            model.set_seed(7)
+        a, b = (m.create_completion(PROMPT, max_tokens=16, seed=7)["choices"][0]["text"] for m in (ours, theirs))
+        assert a == b != ""
+        streams = [
+            "".join(
+                chunk["choices"][0]["delta"].get("content") or ""
+                for chunk in m.create_chat_completion(messages, max_tokens=16, stream=True, seed=7)
+            )
+            for m in (ours, theirs)
+        ]
+        assert streams[0] == streams[1]
+    theirs.close()
+
+
+def test_embeddings_are_those_of_llama() -> None:
+    theirs = stock(embedding=True)
+    with hobbit(precision="high", embedding=True) as ours:
+        assert ours.embed(PROMPT) == theirs.embed(PROMPT)
+    theirs.close()
+
+
+def test_grammars_work() -> None:
+    from llama_cpp import LlamaGrammar
+
+    with hobbit(low=low()) as model:
+        grammar = LlamaGrammar.from_string('root ::= "yes" | "no"', verbose=False)
+        assert model.create_completion("Is it?", max_tokens=4, grammar=grammar)["choices"][0]["text"] in ("yes", "no")
+
+
+#
+# statistics
+#
+
+
+def test_statistics_add_up() -> None:
+    with hobbit(low=low(), logits_all=True) as model:  # else the last layer sees one row of the prompt
+        n = len(model.tokenize(PROMPT.encode()))
+        greedy(model, 24)
+        s = model.cache_stats()
+        assert (s.prompt_tokens, s.decode_tokens) == (n, 23)  # the last token was not evaluated
+        for counters in (s.total, *s.layers):
+            assert counters.hits + counters.misses + counters.skips == counters.lookups > 0
+        place = model.placement
+        assert s.total.selected == (n + 23) * place.n_layer * place.n_expert_used
+        for name in s.rows()[0]:
+            if name not in ("block", "hit_rate"):
+                assert sum(row[name] for row in s.rows()) == getattr(s.total, name), name
+        slots = {pool.precision: pool for pool in place.pools}
+        assert s.total.read_bytes_high == s.total.misses_high * slots["high"].slot_bytes
+        resident = model.resident()
+        assert resident.shape == (place.n_layer, place.n_expert)
+        assert (resident == 2).sum() <= s.resident_high <= s.slots_high == slots["high"].slots
+        assert 0 < s.resident_low <= s.slots_low == slots["low"].slots
+
+
+def test_statistics_are_all_that_the_engine_counts() -> None:
+    with hobbit() as model:
+        greedy(model)
+        with model._engine() as ctx:
+            raw = json.loads(_lib.read_text(_lib.lib.hobbit_stats_json, ctx))
+        assert model.cache_stats().to_dict() == raw  # a new counter in C wants a field in stats.py
+        with model._engine() as ctx:
+            placement = json.loads(_lib.read_text(_lib.lib.hobbit_placement_json, ctx))
+        assert placement.items() <= json.loads(json.dumps(model.placement.to_dict())).items()
+
+
+def test_delta_and_reset() -> None:
+    with hobbit() as model:
+        greedy(model, 4)
+        before = model.cache_stats()
+        with model.stats_delta() as delta:
+            greedy(model, 8, "And it came to pass")
+            inside = delta.stats
+        greedy(model, 8, "In those days")
+        assert delta.stats == inside
+        assert delta.stats.decode_tokens == 7
+        assert delta.stats.total.lookups + before.total.lookups < model.cache_stats().total.lookups
+        model.reset_stats()
+        s = model.cache_stats()
+        assert s.total.lookups == s.steps == s.decode_tokens == 0
+        assert s.resident_high > 0
+        with pytest.raises(ValueError, match="reset"):
+            _ = s - before
+
+
+def test_a_second_thread_reads_statistics_during_generation() -> None:
+    with hobbit(low=low(), deterministic=True) as model:
+        alone = greedy(model, 48)
+        model.reset()
+        model.reset_stats()
+        done = threading.Event()
+        seen: list[int] = []
+        errors: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    s = model.cache_stats()
+                    assert sum(layer.lookups for layer in s.layers) == s.total.lookups
+                    assert model.resident().max() <= 2
+                    seen.append(s.decode_tokens)
+            except BaseException as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        watched = greedy(model, 48)
+        done.set()
+        reader.join()
+        assert not errors
+        assert watched == alone
+        assert seen == sorted(seen) and len(seen) > 1
+
+
+#
+# control
+#
+
+
+@pytest.mark.parametrize("options", [{"precision": "high"}, {"deterministic": True}])
+def test_resize_between_tokens_keeps_the_tokens(options: dict[str, Any]) -> None:
+    if "deterministic" in options:
+        options = {**options, "low": low()}
+    with hobbit(**options, cache=LARGE) as model:
+        expected = greedy(model, 48)
+    with hobbit(**options, cache=SMALL) as model:
+        tokens = []
+        sizes = {8: LARGE, 16: SMALL, 24: 16, 32: LARGE, 40: "4MiB"}
+        for token in model.generate(model.tokenize(PROMPT.encode()), temp=0.0):
+            tokens.append(token)
+            if len(tokens) == 48:
+                break
+            if len(tokens) in sizes:
+                before = model.resident() != 0
+                model.resize(sizes[len(tokens)])
+                after = model.resident() != 0
+                if sizes[len(tokens)] == LARGE:
+                    assert (after >= before).all()  # nothing was lost
+        assert tokens == expected
+
+
+@pytest.mark.xfail(strict=True, reason="hobbit_resize leaves the ring as it was, beyond the budget")
+def test_a_resized_cache_is_the_one_that_a_load_gives() -> None:
+    with hobbit(low=low(), cache=LARGE) as model:
+        model.resize(SMALL)
+        with hobbit(low=low(), cache=SMALL) as other:
+            assert model.placement == other.placement
+
+
+def test_resize_from_another_thread_keeps_the_tokens() -> None:
+    with hobbit(precision="high", cache=LARGE) as model:
+        expected = greedy(model, 64)
+        model.reset()
+        done = threading.Event()
+
+        def change() -> None:
+            while not done.is_set():
+                model.resize(SMALL)
+                model.resize(LARGE)
+
+        changer = threading.Thread(target=change)
+        changer.start()
+        tokens = greedy(model, 64)
+        done.set()
+        changer.join()
+        assert tokens == expected
+
+
+def test_resize_refuses_what_cannot_work_and_changes_nothing() -> None:
+    with hobbit(precision="high") as model:
+        place = model.placement
+        with pytest.raises(ValueError, match=r"too small.*smallest setting that works is --hobbit-cache \d+KiB"):
+            model.resize("1KiB")
+        with pytest.raises(ValueError, match="512MiB"):
+            model.resize("lots")
+        assert model.placement.cache_bytes == place.cache_bytes
+        greedy(model, 4)
+
+
+def test_two_models_at_once_do_not_mix() -> None:
+    with hobbit(precision="high") as a, hobbit(low=low(), deterministic=True) as b:
+        alone_a, alone_b = greedy(a), greedy(b)
+        results: dict[str, list[int]] = {}
+        threads = []
+        for name, model in (("a", a), ("b", b)):
+            model.reset()
+            model.reset_stats()
+            threads.append(threading.Thread(target=lambda n=name, m=model: results.update({n: greedy(m)})))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {"a": alone_a, "b": alone_b}
+        assert a.cache_stats().total.selected_low == 0 < b.cache_stats().total.selected_low
+
+
+def test_placement_says_what_is_in_effect() -> None:
+    with hobbit(low=low(), t1=0.5, t2=0.8, policy="lru", io_threads=2, weights=(1, 0, 0, 0)) as model:
+        place = model.placement
+        assert (place.precision, place.t1, place.t2, place.policy, place.io_threads) == ("hobbit", 0.5, 0.8, "lru", 2)
+        assert [pool.file for pool in place.pools] == [high(), low()]
+        assert not place.flash_attention and "flash attention" in place.unlike_llama_cli[0]
+        assert low() in str(place)
+    with hobbit(flash_attn=True) as model:
+        assert model.placement.precision == "high" and model.placement.flash_attention
+
+
+def test_a_pickled_model_has_its_options() -> None:
+    with hobbit(low=low(), t1=0.5, deterministic=True, kv_overrides={"some.key": 1}, n_ctx=64) as model:
+        with pickle.loads(pickle.dumps(model)) as copy:
+            assert copy.placement == model.placement
+            assert copy.kv_overrides["some.key"] == 1
+            assert copy.n_ctx() == model.n_ctx()
+            assert greedy(copy, 8) == greedy(model, 8)
+
+
+#
+# refusals
+#
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"n_ctxx": 64}, TypeError, "unknown option 'n_ctxx'; did you mean 'n_ctx'"),
+        ({"cachee": 64}, TypeError, "did you mean 'cache'"),
+        ({"t1": 2}, ValueError, "0 to 1"),
+        ({"t1": 0.9, "t2": 0.5}, ValueError, "T1 must not exceed T2"),
+        ({"policy": "fifo"}, ValueError, "hobbit, lru or lfu"),
+        ({"precision": "low"}, ValueError, "needs --hobbit-low"),
+        ({"cache": "1KiB"}, ValueError, "smallest setting that works"),
+        ({"cache": "many"}, ValueError, "512MiB"),
+        ({"low": "nowhere.gguf"}, ValueError, "nowhere.gguf: cannot be opened"),
+        ({"low": __file__}, ValueError, "not a GGUF file"),
+        ({"model_path": "nowhere.gguf"}, ValueError, "nowhere.gguf"),
+        ({"model_path": __file__}, ValueError, "test_hobbit_model.py"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_reason(options: dict[str, Any], error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        hobbit(**options)
+
+
+def test_every_option_of_the_engine_is_a_keyword() -> None:
+    assert {"low", "cache", "precision", "t1", "t2", "policy", "deterministic"} <= _lib.OPTIONS.keys()
+    explicit = Hobbit.__init__.__kwdefaults__.keys()
+    assert explicit - {"progress"} <= _lib.OPTIONS.keys()
+
+
+def test_a_closed_model_says_so() -> None:
+    model = hobbit()
+    model.close()
+    model.close()
+    for use in (model.cache_stats, model.resident, model.reset_stats, lambda: model.resize("8MiB")):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+#
+# interruptions
+#
+
+
+def test_progress_counts_up_to_the_whole() -> None:
+    shares: list[float] = []
+    hobbit(progress=shares.append).close()
+    assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+def test_an_exception_in_the_progress_callback_stops_the_load() -> None:
+    def fail(share: float) -> None:
+        raise ZeroDivisionError("in the callback")
+
+    def interrupt(share: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(ZeroDivisionError, match="in the callback"):
+        hobbit(progress=fail)
+    with pytest.raises(KeyboardInterrupt):
+        hobbit(progress=interrupt)
+    with pytest.raises(ValueError, match="stopped by the progress callback"):
+        hobbit(progress=lambda share: False)
+
+
+def test_an_interrupt_leaves_a_model_that_works() -> None:
+    with hobbit(precision="high") as model:
+        expected = greedy(model)
+        model.reset()
+
+        def interrupt() -> None:
+            while model.cache_stats().decode_tokens < start + 4:
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+
+        start = model.cache_stats().decode_tokens
+        killer = threading.Thread(target=interrupt)
+        killer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(1000):
+                greedy(model, 200)
+        killer.join()
+        assert greedy(model) == expected
+
+
+def test_exceptions_in_callbacks_reach_the_caller_and_the_model_still_works() -> None:
+    from llama_cpp import LogitsProcessorList, StoppingCriteriaList
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("in the callback")
+
+    with hobbit(precision="high") as model:
+        expected = greedy(model)
+        for callback in (
+            {"stopping_criteria": StoppingCriteriaList([fail])},
+            {"logits_processor": LogitsProcessorList([fail])},
+        ):
+            with pytest.raises(ZeroDivisionError, match="in the callback"):
+                model.create_completion(PROMPT, max_tokens=8, **callback)
+            assert greedy(model) == expected
+
+
+@pytest.mark.xfail(strict=True, reason="slots of the failed step stay, marked as failed, when later layers unpin them")
+def test_a_failed_read_names_the_file_and_the_next_call_works(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copy(high(), copy)
+    with hobbit(model_path=str(copy), precision="high") as model:
+        expected = greedy(model)
+        stat, content = copy.stat(), copy.read_bytes()
+        os.truncate(copy, len(content) // 2)
+        with pytest.raises(ExpertReadError, match=r"copy\.gguf.*changed while in use"):
+            greedy(model, 64, "And the children of Israel")
+        assert model.cache_stats().failed_steps == 1
+        copy.write_bytes(content)
+        os.utime(copy, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert greedy(model) == expected
+
+
+#
+# memory
+#
+
+_LOAD_OFTEN = """
+import ctypes, gc, json, os, sys
+sys.path.insert(0, {here!r})
+from hobbit_models import greedy, hobbit, low, stock
+
+class Heap(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_size_t) for n in "arena o s h mapped u f used free k".split()]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Heap
+
+def measure():
+    gc.collect()
+    heap = libc.mallinfo2()
+    pages = int(open("/proc/self/statm").read().split()[0])
+    return [heap.used + heap.mapped, pages, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]
+
+seen = []
+for _ in range(20):
+    model = {load}
+    greedy(model, 4)
+    model.close()
+    del model
+    seen.append(measure())
+print(json.dumps([last - fifth for last, fifth in zip(seen[-1], seen[4])]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc and /proc")
+def test_loading_twenty_times_grows_no_more_than_llama_does() -> None:
+    growth = {}
+    for load in ("stock()", "hobbit(low=low())"):
+        done = run_python(_LOAD_OFTEN.format(here=str(Path(__file__).parent), load=load))
+        assert done.returncode == 0, done.stderr
+        growth[load] = json.loads(done.stdout)
+    (heap, pages, files, threads), theirs = growth["hobbit(low=low())"], growth["stock()"]
+    assert heap <= max(0, theirs[0]) + 16384  # bytes, in 15 loads; one cache takes 6 MiB
+    assert pages <= max(0, theirs[1])  # of address space: the cache is mapped
+    assert (files, threads) == (0, 0)
