@@ -1,0 +1,595 @@
+// hobbit-exact: is a model with cached experts the same model, bit for bit?
+//
+// Loads a GGUF twice in one process, stock and managed, feeds both the same token ids (pseudo-random, through the API,
+// so that no tokenizer is needed) as a prompt with all logits requested, then greedy steps over the reference's logits,
+// and compares every logit. Prints one line of JSON with what was compared and the cache's statistics, so that a test
+// can see that the cache did evict and stream.
+//
+// Exit code: 0 equal, 1 different (or logits that mean nothing), 2 the comparison could not be made, 3 the managed load
+// was refused; "refused" in the JSON says why.
+//
+// Without hobbit.h in the include path it compiles against unpatched llama.cpp and knows only --stock-only-dump and
+// --swap-experts.
+
+#include "ggml.h"
+#include "gguf.h"
+#include "llama.h"
+
+#if __has_include("hobbit.h")
+#    include "hobbit.h"
+#    define HAVE_HOBBIT 1
+#endif
+
+#include <algorithm>
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <random>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+static constexpr int EXIT_EQUAL     = 0;
+static constexpr int EXIT_DIFFERENT = 1;
+static constexpr int EXIT_BROKEN    = 2;
+static constexpr int EXIT_REFUSED   = 3;
+
+static void usage(FILE * out) {
+    fputs(
+        "hobbit-exact --model FILE [options]\n"
+        "  --prompt N            tokens of the prompt (default 64)\n"
+        "  --generate N          greedy steps after it (default 16)\n"
+        "  --ubatch N[,N...]     one comparison for each (default 512)\n"
+        "  --threads N           (default 2)\n"
+        "  --flash-attn MODE     on, off or auto (default auto)\n"
+        "  --seed N              of the token ids (default 1)\n"
+        "  --cache SIZE          as --hobbit-cache, or P% of all expert bytes, or min: the smallest that the engine accepts\n"
+        "  --hobbit NAME=VALUE   any other option of the engine; may be repeated\n"
+        "  --versus SIZE         compare with the same managed model under this cache, not with stock\n"
+        "  --swap-experts FILE   instead: stock against a copy (FILE, deleted afterwards) with experts 0 and 1 exchanged;\n"
+        "                        0 if that changes the logits, 1 if not\n"
+        "  --stock-only-dump FILE  instead: write the logits of the stock model, F32, row after row\n"
+        "  --verbose             show the log\n", out);
+}
+
+struct options {
+    std::string      model;
+    int              prompt     = 64;
+    int              generate   = 16;
+    std::vector<int> ubatches   = { 512 };
+    int              threads    = 2;
+    std::string      flash_attn = "auto";
+    unsigned         seed       = 1;
+    std::string      cache      = "min";
+    std::string      versus;
+    std::string      swap_copy;
+    std::string      dump;
+    bool             verbose    = false;
+
+    std::vector<std::pair<std::string, std::string>> hobbit;
+};
+
+static std::runtime_error error(const std::string & text) {
+    return std::runtime_error(text);
+}
+
+static int parse_int(const std::string & text, int least) {
+    char *     end = nullptr;
+    const long v   = strtol(text.c_str(), &end, 10);
+    if (text.empty() || *end != '\0' || v < least || v > 1 << 24) {
+        throw error("'" + text + "' is not a whole number from " + std::to_string(least));
+    }
+    return (int) v;
+}
+
+static std::vector<int> parse_list(const std::string & text) {
+    std::vector<int>   values;
+    std::istringstream list(text);
+    for (std::string n; std::getline(list, n, ',');) {
+        values.push_back(parse_int(n, 1));
+    }
+    return values;
+}
+
+static options parse(int argc, char ** argv) {
+    options o;
+    for (int i = 1; i < argc; ++i) {
+        const std::string name = argv[i];
+        if (name == "--help" || name == "-h") {
+            usage(stdout);
+            exit(0);
+        }
+        if (name == "--verbose") {
+            o.verbose = true;
+            continue;
+        }
+        if (i + 1 == argc) {
+            throw error(name + ": no such option, or its value is missing");
+        }
+        const std::string value = argv[++i];
+        if      (name == "--model")           { o.model      = value; }
+        else if (name == "--prompt")          { o.prompt     = parse_int(value, 1); }
+        else if (name == "--generate")        { o.generate   = parse_int(value, 0); }
+        else if (name == "--threads")         { o.threads    = parse_int(value, 1); }
+        else if (name == "--seed")            { o.seed       = parse_int(value, 0); }
+        else if (name == "--flash-attn")      { o.flash_attn = value; }
+        else if (name == "--cache")           { o.cache      = value; }
+        else if (name == "--versus")          { o.versus     = value; }
+        else if (name == "--swap-experts")    { o.swap_copy  = value; }
+        else if (name == "--stock-only-dump") { o.dump       = value; }
+        else if (name == "--ubatch")          { o.ubatches   = parse_list(value); }
+        else if (name == "--hobbit") {
+            const size_t eq = value.find('=');
+            if (eq == std::string::npos) {
+                throw error("--hobbit takes NAME=VALUE, not '" + value + "'");
+            }
+            o.hobbit.emplace_back(value.substr(0, eq), value.substr(eq + 1));
+        } else {
+            throw error("unknown option " + name);
+        }
+    }
+    if (o.model.empty() || o.ubatches.empty()) {
+        throw error("--model and at least one --ubatch are needed");
+    }
+    return o;
+}
+
+//
+// log: kept, so that the reason of a failed load can be told
+//
+
+static bool        log_verbose = false;
+static std::string log_errors;
+
+static void on_log(ggml_log_level level, const char * text, void *) {
+    static ggml_log_level last = GGML_LOG_LEVEL_NONE;
+    last = level == GGML_LOG_LEVEL_CONT ? last : level;
+    if (last == GGML_LOG_LEVEL_ERROR) {
+        log_errors += text;
+    }
+    if (log_verbose) {
+        fputs(text, stderr);
+    }
+}
+
+//
+// the file
+//
+
+static bool is_expert_weight(const char * name) {
+    static const char * suffixes[] = {
+        ".ffn_gate_exps.weight", ".ffn_up_exps.weight", ".ffn_down_exps.weight", ".ffn_gate_up_exps.weight",
+    };
+    for (const char * suffix : suffixes) {
+        const size_t n = strlen(name);
+        const size_t m = strlen(suffix);
+        if (n > m && strcmp(name + n - m, suffix) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+struct expert_tensor {
+    uint64_t offset; // of expert 0 in the file
+    uint64_t expert_bytes;
+    int64_t  n_expert;
+};
+
+struct gguf_file {
+    gguf_context * gguf = nullptr;
+    ggml_context * ctx  = nullptr;
+
+    explicit gguf_file(const std::string & path) {
+        gguf_init_params params = { /*.no_alloc =*/ true, /*.ctx =*/ &ctx };
+        gguf = gguf_init_from_file(path.c_str(), params);
+        if (!gguf) {
+            throw error(path + ": cannot be read");
+        }
+    }
+    gguf_file(const gguf_file &) = delete;
+    ~gguf_file() {
+        gguf_free(gguf);
+        ggml_free(ctx);
+    }
+
+    std::vector<expert_tensor> experts() const {
+        std::vector<expert_tensor> list;
+        for (int64_t i = 0; i < gguf_get_n_tensors(gguf); ++i) {
+            const char * name = gguf_get_tensor_name(gguf, i);
+            if (is_expert_weight(name)) {
+                const ggml_tensor * t = ggml_get_tensor(ctx, name);
+                list.push_back({ gguf_get_data_offset(gguf) + gguf_get_tensor_offset(gguf, i), t->nb[2], t->ne[2] });
+            }
+        }
+        return list;
+    }
+
+    std::string arch() const {
+        const int64_t id = gguf_find_key(gguf, "general.architecture");
+        return id < 0 ? "" : gguf_get_val_str(gguf, id);
+    }
+
+    int n_split() const {
+        const int64_t id = gguf_find_key(gguf, "split.count");
+        return id < 0 ? 1 : gguf_get_val_u16(gguf, id);
+    }
+};
+
+static uint64_t expert_bytes_of(const std::string & path) {
+    const int n_split = gguf_file(path).n_split();
+    uint64_t  sum     = 0;
+    for (int i = 0; i < n_split; ++i) {
+        std::string shard = path;
+        if (n_split > 1) {
+            char prefix[4096];
+            char name  [4096];
+            if (llama_split_prefix(prefix, sizeof(prefix), path.c_str(), 0, n_split) <= 0) {
+                throw error(path + ": not named like the first shard of " + std::to_string(n_split));
+            }
+            llama_split_path(name, sizeof(name), prefix, i, n_split);
+            shard = name;
+        }
+        for (const expert_tensor & t : gguf_file(shard).experts()) {
+            sum += t.expert_bytes*t.n_expert;
+        }
+    }
+    return sum;
+}
+
+// a copy with the weights of experts 0 and 1 exchanged in every layer, their routers as they were
+static void write_swapped(const std::string & from, const std::string & to) {
+    const gguf_file file(from);
+    if (file.experts().empty()) {
+        throw error(from + ": has no routed experts to exchange");
+    }
+    {
+        std::ifstream in (from, std::ios::binary);
+        std::ofstream out(to,   std::ios::binary);
+        out << in.rdbuf();
+        if (!in || !out) {
+            throw error(to + ": cannot be written");
+        }
+    }
+    std::fstream copy(to, std::ios::binary | std::ios::in | std::ios::out);
+    for (const expert_tensor & t : file.experts()) {
+        std::vector<char> both(2*t.expert_bytes);
+        copy.seekg(t.offset);
+        copy.read(both.data(), both.size());
+        std::rotate(both.begin(), both.begin() + t.expert_bytes, both.end());
+        copy.seekp(t.offset);
+        copy.write(both.data(), both.size());
+    }
+    copy.flush();
+    if (!copy) {
+        throw error(to + ": exchanging experts failed");
+    }
+}
+
+//
+// models
+//
+
+struct refused : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+using model_ptr   = std::unique_ptr<llama_model,   decltype(&llama_model_free)>;
+using context_ptr = std::unique_ptr<llama_context, decltype(&llama_free)>;
+
+static llama_model * load_with(const std::string & path, const llama_model_kv_override * overrides) {
+    llama_model_params params = llama_model_default_params();
+    params.load_mode       = LLAMA_LOAD_MODE_NONE;
+    params.use_extra_bufts = false; // repacked weights give other bits; cached experts are never repacked
+    params.n_gpu_layers    = 0;
+    params.kv_overrides    = overrides;
+    log_errors.clear();
+    return llama_model_load_from_file(path.c_str(), params);
+}
+
+static model_ptr load_stock(const std::string & path) {
+    model_ptr model(load_with(path, nullptr), llama_model_free);
+    if (!model) {
+        throw error(path + ": stock does not load it: " + log_errors);
+    }
+    return model;
+}
+
+#ifdef HAVE_HOBBIT
+
+static llama_model * try_managed(const options & o, const std::string & cache) {
+    char          err[1024];
+    const int32_t config = hobbit_config_new();
+    bool ok = hobbit_config_set(config, "cache", cache.c_str(), err, sizeof(err));
+    for (const auto & [name, value] : o.hobbit) {
+        ok = ok && hobbit_config_set(config, name.c_str(), value.c_str(), err, sizeof(err));
+    }
+    if (!ok || !hobbit_config_check(config, err, sizeof(err))) {
+        throw error(err);
+    }
+    llama_model_kv_override overrides[2] = {};
+    snprintf(overrides[0].key, sizeof(overrides[0].key), "%s", HOBBIT_CONFIG_KEY);
+    overrides[0].tag     = LLAMA_KV_OVERRIDE_TYPE_INT;
+    overrides[0].val_i64 = config;
+    return load_with(o.model, overrides);
+}
+
+// `resolved` gets the size that was asked for in the end
+static model_ptr load_managed(const options & o, const std::string & cache, std::string & resolved) {
+    resolved = cache;
+    if (!cache.empty() && cache.back() == '%') {
+        const double bytes = std::ceil(expert_bytes_of(o.model)*parse_int(cache.substr(0, cache.size() - 1), 1)/100.0);
+        resolved = std::to_string((uint64_t) bytes) + "B";
+    } else if (cache == "min") {
+        if (try_managed(o, "1B") != nullptr) {
+            throw error("a cache of one byte was accepted");
+        }
+        static const std::string mark = "--hobbit-cache ";
+        const size_t at = log_errors.rfind(mark);
+        if (at == std::string::npos) {
+            throw refused(log_errors);
+        }
+        const size_t begin = at + mark.size();
+        resolved = log_errors.substr(begin, log_errors.find_first_not_of("0123456789.KMGiB", begin) - begin);
+    }
+    model_ptr model(try_managed(o, resolved), llama_model_free);
+    if (!model) {
+        throw refused(log_errors);
+    }
+    return model;
+}
+
+#endif
+
+//
+// runs
+//
+
+struct run_result {
+    std::vector<llama_token> tokens; // what was fed
+    std::vector<float>       logits; // a row for each
+    int                      n_prompt = 0;
+    int                      n_vocab  = 0;
+    std::string              stats;  // JSON, if managed
+};
+
+// follow: the run whose tokens to feed; NULL: choose them
+static run_result run(const options & o, llama_model * model, int ubatch, const run_result * follow, bool managed) {
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx           = o.prompt + o.generate;
+    params.n_batch         = std::max(o.prompt, ubatch);
+    params.n_ubatch        = ubatch;
+    params.n_threads       = o.threads;
+    params.n_threads_batch = o.threads;
+    params.flash_attn_type = o.flash_attn == "on"  ? LLAMA_FLASH_ATTN_TYPE_ENABLED  :
+                             o.flash_attn == "off" ? LLAMA_FLASH_ATTN_TYPE_DISABLED : LLAMA_FLASH_ATTN_TYPE_AUTO;
+    context_ptr ctx(llama_init_from_model(model, params), llama_free);
+    if (!ctx) {
+        throw error("no context: " + log_errors);
+    }
+
+    run_result r;
+    r.n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+
+    // a model without memory sees one batch, whole, and nothing after it
+    const bool has_memory = llama_get_memory(ctx.get()) != nullptr;
+    const int  n_generate = has_memory ? o.generate : 0;
+    r.n_prompt            = has_memory ? o.prompt   : std::min(o.prompt, ubatch);
+
+    std::vector<llama_token> next(r.n_prompt);
+    std::mt19937 random(o.seed);
+    for (llama_token & token : next) {
+        token = (llama_token) (random() % r.n_vocab);
+    }
+    for (int step = 0; step <= n_generate; ++step) {
+        if (follow) {
+            const auto from = follow->tokens.begin() + r.tokens.size();
+            next.assign(from, from + next.size());
+        }
+        llama_batch batch = llama_batch_init((int32_t) next.size(), 0, 1);
+        batch.n_tokens = (int32_t) next.size();
+        for (int i = 0; i < batch.n_tokens; ++i) {
+            batch.token   [i]    = next[i];
+            batch.pos     [i]    = (llama_pos) r.tokens.size();
+            batch.n_seq_id[i]    = 1;
+            batch.seq_id  [i][0] = 0;
+            batch.logits  [i]    = 1;
+            r.tokens.push_back(next[i]);
+        }
+        const int status = llama_decode(ctx.get(), batch);
+        if (status != 0) {
+            throw error("llama_decode: " + std::to_string(status) + " " + log_errors);
+        }
+        for (int i = 0; i < batch.n_tokens; ++i) {
+            const float * row = llama_get_logits_ith(ctx.get(), i);
+            if (!row) {
+                throw error("no logits at token " + std::to_string(r.tokens.size()));
+            }
+            r.logits.insert(r.logits.end(), row, row + r.n_vocab);
+        }
+        llama_batch_free(batch);
+        next = { (llama_token) (std::max_element(r.logits.end() - r.n_vocab, r.logits.end()) - (r.logits.end() - r.n_vocab)) };
+    }
+#ifdef HAVE_HOBBIT
+    hobbit_context * hobbit = hobbit_from_llama(ctx.get());
+    if (managed != (hobbit != nullptr)) {
+        throw error(managed ? "the managed model runs as stock" : "the stock model is managed");
+    }
+    if (hobbit) {
+        std::string text(hobbit_stats_json(hobbit, nullptr, 0) + 1, '\0');
+        text.resize(hobbit_stats_json(hobbit, &text[0], text.size()));
+        text.erase(std::remove(text.begin(), text.end(), '\n'), text.end());
+        r.stats = text;
+    }
+#else
+    (void) managed;
+#endif
+    return r;
+}
+
+struct comparison {
+    size_t  n_different  = 0;
+    size_t  first        = 0;
+    double  max_abs_diff = 0.0;
+    std::string meaningless; // why equality would prove nothing
+
+    bool equal() const {
+        return n_different == 0 && meaningless.empty();
+    }
+};
+
+static comparison compare(const run_result & a, const run_result & b) {
+    comparison c;
+    if (a.tokens != b.tokens || a.logits.size() != b.logits.size()) {
+        throw error("the two sides were not fed the same tokens");
+    }
+    size_t          n_finite = 0;
+    std::set<float> values;
+    for (size_t i = 0; i < a.logits.size(); ++i) {
+        if (memcmp(&a.logits[i], &b.logits[i], sizeof(float)) != 0) {
+            c.first = c.n_different == 0 ? i : c.first;
+            c.n_different++;
+            const double diff = std::fabs((double) a.logits[i] - b.logits[i]);
+            c.max_abs_diff = std::isfinite(diff) ? std::max(c.max_abs_diff, diff) : c.max_abs_diff;
+        }
+        n_finite += std::isfinite(a.logits[i]);
+        if (values.size() < 100) {
+            values.insert(a.logits[i]);
+        }
+    }
+    if (n_finite < a.logits.size()) {
+        c.meaningless = std::to_string(a.logits.size() - n_finite) + " reference logits are not finite";
+    } else if (values.size() < std::min<size_t>(100, a.logits.size()/2)) {
+        c.meaningless = "the reference logits hold only " + std::to_string(values.size()) + " values";
+    }
+    return c;
+}
+
+//
+// report
+//
+
+static std::string quote(const std::string & text) {
+    std::string out = "\"";
+    for (const char ch : text) {
+        if (ch == '"' || ch == '\\') {
+            out += '\\';
+        }
+        out += (unsigned char) ch < 0x20 ? ' ' : ch;
+    }
+    return out + "\"";
+}
+
+static std::string to_json(const comparison & c, const run_result & a, const run_result & b, int ubatch) {
+    std::ostringstream out;
+    out << "{\"ubatch\": " << ubatch << ", \"equal\": " << (c.equal() ? "true" : "false")
+        << ", \"prompt\": " << a.n_prompt << ", \"generated\": " << a.tokens.size() - a.n_prompt
+        << ", \"logits\": " << a.logits.size() << ", \"different\": " << c.n_different
+        << ", \"max_abs_diff\": " << c.max_abs_diff;
+    if (c.n_different > 0) {
+        out << ", \"first\": {\"position\": " << c.first/a.n_vocab << ", \"token\": " << c.first % a.n_vocab
+            << ", \"reference\": " << a.logits[c.first] << ", \"other\": " << b.logits[c.first] << "}";
+    }
+    if (!c.meaningless.empty()) {
+        out << ", \"meaningless\": " << quote(c.meaningless);
+    }
+    if (!b.stats.empty()) {
+        out << ", \"stats\": " << b.stats;
+    }
+    out << "}";
+    return out.str();
+}
+
+static void print_json(const options & o, const std::string & fields) {
+    printf("{\"model\": %s, \"arch\": %s, %s}\n", quote(o.model).c_str(), quote(gguf_file(o.model).arch()).c_str(), fields.c_str());
+}
+
+static int dump_stock(const options & o) {
+    const model_ptr  model = load_stock(o.model);
+    const run_result r     = run(o, model.get(), o.ubatches[0], nullptr, false);
+    std::ofstream    out(o.dump, std::ios::binary);
+    out.write((const char *) r.logits.data(), r.logits.size()*sizeof(float));
+    out.flush();
+    if (!out) {
+        throw error(o.dump + ": cannot be written");
+    }
+    print_json(o, "\"logits\": " + std::to_string(r.logits.size()));
+    return EXIT_EQUAL;
+}
+
+static int compare_swapped(const options & o) {
+    write_swapped(o.model, o.swap_copy);
+    struct remover {
+        const std::string & path;
+        ~remover() { std::remove(path.c_str()); }
+    } remove_copy { o.swap_copy };
+
+    const int        ubatch  = o.ubatches[0];
+    const run_result as_is   = run(o, load_stock(o.model    ).get(), ubatch, nullptr, false);
+    const run_result swapped = run(o, load_stock(o.swap_copy).get(), ubatch, &as_is,  false);
+    const comparison c       = compare(as_is, swapped);
+    print_json(o, "\"swapped\": " + to_json(c, as_is, swapped, ubatch));
+    return c.n_different > 0 && c.meaningless.empty() ? EXIT_EQUAL : EXIT_DIFFERENT;
+}
+
+#ifdef HAVE_HOBBIT
+static int compare_managed(const options & o) {
+    std::string     cache;
+    std::string     versus;
+    const model_ptr reference = o.versus.empty() ? load_stock(o.model) : load_managed(o, o.versus, versus);
+    const model_ptr managed   = load_managed(o, o.cache, cache);
+
+    bool        equal = true;
+    std::string runs;
+    for (const int ubatch : o.ubatches) {
+        const run_result a = run(o, reference.get(), ubatch, nullptr, !o.versus.empty());
+        const run_result b = run(o, managed  .get(), ubatch, &a,      true);
+        const comparison c = compare(a, b);
+        equal = equal && c.equal();
+        runs += (runs.empty() ? "" : ", ") + to_json(c, a, b, ubatch);
+    }
+    print_json(o, std::string("\"equal\": ") + (equal ? "true" : "false") + ", \"cache\": " + quote(cache) +
+            ", \"versus\": " + quote(o.versus.empty() ? "stock" : versus) + ", \"runs\": [" + runs + "]");
+    return equal ? EXIT_EQUAL : EXIT_DIFFERENT;
+}
+#endif
+
+int main(int argc, char ** argv) {
+    options o;
+    try {
+        o = parse(argc, argv);
+    } catch (const std::exception & e) {
+        fprintf(stderr, "hobbit-exact: error: %s\n\n", e.what());
+        usage(stderr);
+        return EXIT_BROKEN;
+    }
+    log_verbose = o.verbose;
+    llama_log_set(on_log, nullptr);
+    llama_backend_init();
+    try {
+        if (!o.dump.empty()) {
+            return dump_stock(o);
+        }
+        if (!o.swap_copy.empty()) {
+            return compare_swapped(o);
+        }
+#ifdef HAVE_HOBBIT
+        return compare_managed(o);
+#else
+        throw error("this is unpatched llama.cpp: only --stock-only-dump and --swap-experts work");
+#endif
+    } catch (const refused & e) {
+        print_json(o, "\"refused\": " + quote(e.what()));
+        return EXIT_REFUSED;
+    } catch (const std::exception & e) {
+        fprintf(stderr, "hobbit-exact: error: %s\n", e.what());
+        return EXIT_BROKEN;
+    }
+}
