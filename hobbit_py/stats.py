@@ -38,7 +38,7 @@ class Counters:
     misses_high: int = 0
     misses_low: int = 0
     skips: int = 0  # experts that no token of the step wanted
-    selected_high: int = 0  # (token, expert) pairs by the precision of the rule
+    selected_high: int = 0  # (token, expert) pairs by the precision that they got
     selected_low: int = 0
     selected_skip: int = 0
     evictions: int = 0
