@@ -8,6 +8,7 @@ needs neither the library nor the binding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -18,10 +19,15 @@ from typing import Any, cast
 VERSION = 1  # of the JSON
 
 
-def _known(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+@functools.cache
+def _field_names(cls: Any) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls))
+
+
+def _known(cls: type, data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The entries of `data` that are fields of `cls`."""
-    names = {f.name for f in dataclasses.fields(cls)}
-    return {name: value for name, value in data.items() if name in names}
+    names = _field_names(cls)
+    return data if data.keys() <= names else {name: value for name, value in data.items() if name in names}
 
 
 def ratio(part: float, whole: float) -> float:
@@ -119,7 +125,7 @@ class CacheStats:
             )
         if data["version"] != VERSION:
             raise ValueError(f"statistics of version {data['version']}; this package reads version {VERSION}")
-        plain = _known(cls, data)
+        plain = dict(_known(cls, data))
         plain["total"] = Counters(**_known(Counters, data["total"]))
         plain["layers"] = tuple(LayerStats(**_known(LayerStats, layer)) for layer in data["layers"])
         resident = data.get("resident")
@@ -231,7 +237,7 @@ class Placement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], **more: Any) -> Placement:
-        plain = {**_known(cls, data), **more}
+        plain: dict[str, Any] = {**_known(cls, data), **more}
         plain["pools"] = tuple(Pool(**_known(Pool, pool)) for pool in data["pools"])
         return cls(**plain)
 

@@ -154,25 +154,12 @@ def test_plot_draws_statistics_and_benches(tmp_path: Path) -> None:
 #
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of `hobbit serve` with an API key; it says itself when it is ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "hobbit_py",
-        "serve",
-        high(),
-        "--low",
-        low(),
-        "--cache",
-        SMALL,
-        "--set",
-        "io-threads=2",
-    ]
-    more = ["--host", "127.0.0.1", "--port", "0", "--api-key", "secret", "-c", "256", "-t", "1"]
+@contextlib.contextmanager
+def serving(*options: object) -> Iterator[str]:
+    """The address of `hobbit serve` on the embedded model, which says when it is ready. Leaving waits for its end."""
+    command = [sys.executable, "-m", "hobbit_py", "serve", high(), "--low", low(), "--cache", SMALL, *map(str, options)]
     process = subprocess.Popen(
-        [*command, *more],
+        [*command, "--host", "127.0.0.1", "--port", "0", "--api-key", "secret", "-t", "1"],
         stderr=subprocess.STDOUT,
         stdout=subprocess.PIPE,
         text=True,
@@ -189,10 +176,12 @@ def server() -> Iterator[str]:
     assert address, "".join(lines)
     drain = threading.Thread(target=process.stdout.read)
     drain.start()
-    yield address
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=60)
-    drain.join()
+    try:
+        yield address
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+        drain.join()
 
 
 def post(address: str, path: str, body: dict[str, Any]) -> Any:
@@ -202,11 +191,52 @@ def post(address: str, path: str, body: dict[str, Any]) -> Any:
         return json.loads(response.read())
 
 
-def test_serve_answers_as_openai_does(server: str) -> None:
-    answer = post(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "temperature": 0})
-    assert answer["usage"]["completion_tokens"] == 8
-    answer = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8})
-    assert answer["choices"][0]["message"]["role"] == "assistant"
+def test_serve_answers_as_the_class_does() -> None:
+    options = ("--deterministic", "--set", "io-threads=2", "-c", 256, "--flash-attn", "off", "--no-repack")
+    with serving(*options) as address, hobbit(low=low(), deterministic=True) as model:
+        answer = post(address, "/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "temperature": 0})
+        expected = model.create_completion(PROMPT, max_tokens=24, temperature=0)
+        assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+
+
+def test_the_openai_client_works_and_the_statistics_add_up(tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    file = tmp_path / "stats.json"
+    evaluated: list[int] = []
+
+    def count(timings: dict[str, Any]) -> None:
+        evaluated.append(timings["prompt_n"] + timings["predicted_n"] - 1)  # the last token is not evaluated
+
+    with serving("--set", f"stats={file}", "-c", 1024, "--parallel", 4) as address:
+        client = openai.OpenAI(base_url=address + "/v1", api_key="secret")
+
+        def complete(i: int) -> None:
+            answer = client.completions.create(model="m", prompt=f"{i} {PROMPT}", max_tokens=8 + i)
+            assert answer.usage.completion_tokens == 8 + i
+            count(answer.timings)
+
+        complete(0)
+        answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}], max_tokens=8)
+        assert answer.choices[0].message.role == "assistant"
+        count(answer.timings)
+        chunks = list(
+            client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "Who art thou?"}], max_tokens=8, stream=True
+            )
+        )
+        assert len(chunks) >= 8
+        count(chunks[-1].timings)
+        threads = [threading.Thread(target=complete, args=(i,)) for i in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    stats = CacheStats.load(file)
+    assert len(evaluated) == 7
+    # two more: as it starts, the server tries what its memory can do
+    assert stats.prompt_tokens + stats.decode_tokens - sum(evaluated) in (0, 2)
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
 
 
 #
