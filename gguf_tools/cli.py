@@ -380,6 +380,9 @@ def plan(
     context: Annotated[int, typer.Option("--ctx", min=1, max=1 << 24, help="Tokens of KV cache.")] = 4096,
     mix: Annotated[str | None, typer.Option(help="Shares of high,low,skipped selections, e.g. 0.67,0.3,0.03.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Recorded selections, as JSON lines.")] = None,
+    stats: Annotated[
+        list[Path] | None, typer.Option(help="--hobbit-stats file of a run of this model; may be repeated.")
+    ] = None,
     resident_speed: Annotated[
         float | None, typer.Option(min=1e-6, help="Tokens/s measured with everything in compute memory.")
     ] = None,
@@ -404,12 +407,14 @@ def plan(
         measured.append("RAM")
     if disk is not None:
         machine = replace(machine, disk=parse_rate(disk, "--disk"))
+        measured.append("disk")
     if ram_rate is not None:
         machine = replace(machine, ram_rate=parse_rate(ram_rate, "--ram-rate"))
     result = make_plan(
         model,
         replace(machine, measured=tuple(measured)),
         trace=trace,
+        stats=stats or (),
         context=context,
         mix=parse_mix(mix) if mix is not None else None,
         resident_speed=resident_speed,

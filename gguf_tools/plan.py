@@ -5,9 +5,9 @@ assumption.
 
     time per token = bytes read by computing / bandwidth of that memory + bytes missed / bandwidth of the tier below
 
-* Computing reads VRAM when there is some, else RAM. A tier's hit rate comes from a trace (replayed through an LRU of
-  the same number of bytes) or, without one, from `hit_rate`: a published curve for a fine-grained model, weakened for
-  models with few experts.
+* Computing reads VRAM when there is some, else RAM. What a cache of some size misses comes from the statistics of real
+  runs (interpolated between their sizes), else from a trace (replayed through an LRU of the same number of bytes), else
+  from `hit_rate`: a published curve for a fine-grained model, weakened for models with few experts.
 * A miss stops the layer that needs it, so times add up; what prefetching may hide is the other end of the range.
 * The cache's bytes are divided between high and low copies so that the expected bytes missed are least.
 """
@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,53 @@ def replay(trace: Trace, budget: int, high: int, low: int) -> tuple[float, float
     return hits / n, misses[0] / n, misses[1] / n, lookups
 
 
+# ----------------------------------------------------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One run of the engine, from its `--hobbit-stats` file. Bytes and seconds are per token."""
+
+    cache: int
+    hits: float
+    high_missed: float
+    low_missed: float
+    computing: float
+    rate: float  # bytes read per second of stall; 0 when nothing stalled
+    mix: tuple[float, float, float]
+
+
+def read_stats(path: Path, high: float, low: float) -> Observed:
+    """Read a statistics file, without the first filling of the cache; `high`, `low`: bytes of one expert."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        total = {key: float(number) for key, number in value["total"].items()}
+        tokens = float(value["decode_tokens"]) + float(value["prompt_tokens"])
+        seconds = (float(value["decode_us"]) + float(value["prompt_us"])) / 1e6
+        selected = [total[f"selected_{p}"] for p in ("high", "low", "skip")]
+        stall = total["stall_us"] / 1e6
+        read = total["read_bytes_high"] + total["read_bytes_low"]
+        high_read = max(0.0, total["read_bytes_high"] - float(value["resident_high"]) * high)
+        low_read = max(0.0, total["read_bytes_low"] - float(value["resident_low"]) * low)
+        cache, hits, lookups = int(value["cache_bytes"]), total["hits"], total["lookups"]
+    except OSError as error:
+        raise ToolError(f"cannot read: {error.strerror}", file=path, code=ExitCode.IO) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ToolError("is not a statistics file of --hobbit-stats", file=path) from None
+    numbers = (tokens, seconds, stall, read, cache, hits, lookups, *selected)
+    if not all(math.isfinite(n) and n >= 0 for n in numbers) or tokens < 1 or lookups < 1 or sum(selected) < 1:
+        raise ToolError("holds no complete run", file=path)
+    return Observed(
+        cache=cache,
+        hits=min(1.0, hits / lookups),
+        high_missed=high_read / tokens,
+        low_missed=low_read / tokens,
+        computing=max(seconds - stall, 0.0) / tokens,
+        rate=read / stall if stall > 0 else 0.0,
+        mix=(selected[0] / sum(selected), selected[1] / sum(selected), selected[2] / sum(selected)),
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
@@ -281,11 +328,17 @@ def make_plan(
     machine: Machine,
     *,
     trace: Path | None = None,
+    stats: Sequence[Path] = (),
     context: int = 4096,
     mix: tuple[float, float, float] | None = None,
     resident_speed: float | None = None,
 ) -> Plan:
-    """Estimate; `resident_speed`, tokens/s measured with everything in memory, replaces the guess from bandwidth."""
+    """Estimate for one machine.
+
+    `resident_speed`, tokens/s measured with everything in memory, replaces the guess from bandwidth; so do `stats`, of
+    runs of the same model with other cache sizes, which also tell what is missed and how fast it comes (unless the
+    machine's disk was measured).
+    """
     info = inspect(path)
     if not info.layers:
         raise ToolError("is a dense model: it has no experts to place", file=path, code=ExitCode.UNSUPPORTED)
@@ -297,8 +350,16 @@ def make_plan(
         )
     events = read_trace(trace) if trace else None
     paired = len(info.labels) > 1
+    one = [info.expert_bytes(label) / info.total_experts for label in info.labels[:2]]
+    runs = sorted((read_stats(f, one[0], one[1] if paired else 0.0) for f in stats), key=lambda o: o.cache)
     if mix is None:
-        mix = (events.mix if events else PAIR_MIX) if paired else (1.0, 0.0, 0.0)
+        known = runs[len(runs) // 2].mix if runs else events.mix if events else PAIR_MIX
+        mix = known if paired else (1.0, 0.0, 0.0)
+    if runs and resident_speed is None:
+        resident_speed = 1 / max(1e-9, sum(o.computing for o in runs) / len(runs))
+    if rates := [o.rate for o in runs if o.rate]:
+        if "disk" not in machine.measured and not machine.vram:
+            machine = replace(machine, disk=sum(rates) / len(rates), measured=(*machine.measured, "disk"))
     sizes = _sizes(info, mix, paired)
     base, embedding, kv = _resident(path, info, context)
     plan = Plan(
@@ -310,8 +371,8 @@ def make_plan(
         expert_bytes={label: info.expert_bytes(label) for label in info.labels},
         mix=mix,
     )
-    _assume(plan, machine, sizes, events, context, resident_speed, paired)
-    lookup = _lookup_function(events, sizes)
+    _assume(plan, machine, sizes, events, runs, context, resident_speed, paired)
+    lookup = _lookup_from_runs(runs, sizes) if runs else _lookup_function(events, sizes)
     _estimate(plan, machine, sizes, lookup, base - embedding, resident_speed)
     _recommend(plan, machine, sizes, base - embedding, resident_speed)
     return plan
@@ -350,6 +411,7 @@ def _assume(
     m: Machine,
     sizes: _Sizes,
     events: Trace | None,
+    runs: Sequence[Observed],
     context: int,
     resident_speed: float | None,
     paired: bool,
@@ -363,7 +425,10 @@ def _assume(
     if paired:
         shares = "/".join(f"{100 * x:.0f}" for x in plan.mix)
         plan.assumptions.append(f"selections {shares} % high/low/skipped")
-    if events:
+    if runs:
+        sizes_known = ", ".join(format_size(o.cache) for o in runs)
+        plan.assumptions.append(f"misses: interpolated between runs with caches of {sizes_known}")
+    elif events:
         plan.assumptions.append(f"hit rates: LRU over {len(events.events)} recorded selections")
     else:
         plan.assumptions.append(
@@ -372,13 +437,29 @@ def _assume(
             else "hit rates: no trace; nearly uniform routing (few experts)"
         )
     if resident_speed:
-        plan.assumptions.append(f"with everything in memory: {resident_speed:g} tokens/s (given)")
+        plan.assumptions.append(
+            f"with everything in memory: {resident_speed:g} tokens/s ({'from the runs' if runs else 'given'})"
+        )
     else:
         plan.assumptions.append("computing is limited by memory bandwidth")
 
 
 Lookup = Callable[[float], tuple[float, float, float]]
 """Cache bytes -> (hit rate, high bytes missed, low bytes missed per token)."""
+
+
+def _lookup_from_runs(runs: Sequence[Observed], s: _Sizes) -> Lookup:
+    everything = max(s.total * (s.high + s.low), runs[-1].cache + 1.0)
+    sizes = [0.0, *(float(o.cache) for o in runs), everything]
+    hits = [0.0, *(o.hits for o in runs), 1.0]
+    high = [s.selections * s.mix[0] * s.high, *(o.high_missed for o in runs), 0.0]
+    low = [s.selections * s.mix[1] * s.low, *(o.low_missed for o in runs), 0.0]
+
+    def from_runs(budget: float) -> tuple[float, float, float]:
+        at = [float(np.interp(budget, sizes, values)) for values in (hits, high, low)]
+        return at[0], at[1], at[2]
+
+    return from_runs
 
 
 def _lookup_function(events: Trace | None, s: _Sizes) -> Lookup:

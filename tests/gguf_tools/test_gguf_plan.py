@@ -173,6 +173,47 @@ def test_bad_mixes_are_refused(text: str) -> None:
     assert parse_mix("2,1,1") == (0.5, 0.25, 0.25)
 
 
+def stats_file(path: Path, cache: int, missed: int, tokens: int = 100, **changes: object) -> Path:
+    """Statistics of a run that filled its cache and then missed `missed` high experts per token."""
+    slots = cache // HIGH
+    total = {
+        "lookups": tokens * 16,
+        "hits": tokens * (16 - missed),
+        "selected_high": 70,
+        "selected_low": 20,
+        "selected_skip": 10,
+        "read_bytes_high": (slots + missed * tokens) * HIGH,
+        "read_bytes_low": 0,
+        "stall_us": (slots + missed * tokens) * HIGH / 2e9 * 1e6,
+    }
+    value = {"cache_bytes": cache, "resident_high": slots, "resident_low": 0, "prompt_tokens": 10, "decode_tokens": 90}
+    value |= {"prompt_us": total["stall_us"], "decode_us": 1e6, "total": total} | changes
+    path.write_text(json.dumps(value))
+    return path
+
+
+def test_runs_decide_misses_speed_and_disk(files: tuple[Path, Path], tmp_path: Path) -> None:
+    runs = [stats_file(tmp_path / f"{n}.json", n * HIGH, missed) for n, missed in ((10, 8), (30, 2))]
+    base = make_plan(files[0], replace(SMALL, ram=1 << 30), context=1)
+    ram = base.base_bytes + base.kv_bytes + 20 * HIGH
+    p = make_plan(files[0], replace(SMALL, ram=ram), context=1, stats=runs)
+    assert p.mix == (0.7, 0.2, 0.1)
+    assert p.hit_rate == pytest.approx((0.5 + 0.875) / 2)
+    assert p.bytes_disk == pytest.approx(5 * HIGH)  # half way between the runs
+    assert p.tokens_per_s == pytest.approx(1 / (0.01 + 5 * HIGH / 2e9))
+    p = make_plan(files[0], replace(SMALL, ram=ram, measured=("disk",)), context=1, stats=runs, resident_speed=50)
+    assert p.tokens_per_s == pytest.approx(1 / (0.02 + 5 * HIGH / 1e9))
+
+
+@pytest.mark.parametrize("change", [{"total": {}}, {"decode_us": "x"}, {"decode_tokens": 0, "prompt_tokens": 0}, {}])
+def test_bad_statistics_are_refused(change: dict[str, object], files: tuple[Path, Path], tmp_path: Path) -> None:
+    path = stats_file(tmp_path / "s.json", 10 * HIGH, 8, **change)
+    if not change:
+        path.write_text("[")
+    with pytest.raises(ToolError):
+        make_plan(files[0], SMALL, stats=[path])
+
+
 def test_measuring_gives_rates(files: tuple[Path, Path]) -> None:
     for path in files:
         file, piece = expert_piece(path)
