@@ -133,6 +133,30 @@ class Hobbit(Llama):
         if self._progress is not None:
             params.progress_callback = _lib.binding.llama_progress_callback(self._progress)
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None,
+        additional_files: list[Any] | None = None,
+        *args: Any,
+        low: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `Llama.from_pretrained`; `low` may name a file of the repository, in the same folder, or a local one.
+
+        Further shards of either file belong in `additional_files`.
+        """
+        if low is None or os.path.exists(low):
+            return super().from_pretrained(repo_id, filename, additional_files, *args, low=low, **kwargs)
+
+        def load(model_path: str, **options: Any) -> Hobbit:
+            return cls(model_path, low=os.path.join(os.path.dirname(model_path), os.path.basename(low)), **options)
+
+        # upstream downloads, finds the path and calls its first argument with it
+        download = Llama.from_pretrained.__func__  # type: ignore[attr-defined]
+        return download(load, repo_id, filename, [*(additional_files or []), low], *args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         """Options, not contents: the copy loads its files again. A progress callback stays behind."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

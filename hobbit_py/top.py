@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -138,7 +139,7 @@ def watch(
         for _ in range(count or 1):
             console.print(next_frame())
         return
-    with Live(console=console, screen=count is None, auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(console=console, screen=count is None, auto_refresh=False) as live:
         done = 0
         while count is None or done < count:
             live.update(next_frame(), refresh=True)

@@ -8,14 +8,16 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hobbit_models import LARGE, PROMPT, SMALL, greedy, high, hobbit, logits, low, run_python, stock
+from hobbit_models import COMMON, LARGE, PROMPT, SMALL, greedy, high, hobbit, logits, low, run_python, stock
 
 from hobbit_py import ExpertReadError, Hobbit, _lib
 
@@ -254,6 +256,39 @@ def test_a_pickled_model_has_its_options() -> None:
             assert copy.kv_overrides["some.key"] == 1
             assert copy.n_ctx() == model.n_ctx()
             assert greedy(copy, 8) == greedy(model, 8)
+
+
+@pytest.mark.parametrize("local_dir", [False, True])
+def test_from_pretrained_takes_low_from_the_repository(
+    local_dir: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a hub that holds two files and copies what it is asked for."""
+    hub: Any = types.ModuleType("huggingface_hub")
+    utils: Any = types.ModuleType("huggingface_hub.utils")
+    utils.validate_repo_id = lambda repo_id: None
+    files = {"model-F16.gguf": high(), "model-Q4_0.gguf": low()}
+
+    class HfFileSystem:
+        def ls(self, repo_id: str, recursive: bool) -> list[str]:
+            return [f"{repo_id}/{name}" for name in files]
+
+    def hf_hub_download(filename: str, **_: Any) -> str:
+        if not (tmp_path / filename).exists():
+            (tmp_path / filename).symlink_to(files[filename])
+        return str(tmp_path / filename)
+
+    hub.HfFileSystem, hub.hf_hub_download = HfFileSystem, hf_hub_download
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
+    options = {**COMMON, "cache": SMALL, **({"local_dir": str(tmp_path)} if local_dir else {})}
+    with Hobbit.from_pretrained("some/model", "*F16.gguf", low="model-Q4_0.gguf", **options) as model:
+        assert isinstance(model, Hobbit)
+        assert [
+            os.path.samefile(pool.file, tmp_path / name)
+            for pool, name in zip(model.placement.pools, files, strict=True)
+        ] == [True, True]
+    with Hobbit.from_pretrained("some/model", "*F16.gguf", low=low(), **options) as model:
+        assert model.placement.pools[1].file == low()
 
 
 #
