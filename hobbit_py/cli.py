@@ -240,26 +240,17 @@ def stats(
     s = CacheStats.load(file)
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=140)
-    console.print(f"precision {s.precision}, policy {s.policy}, cache {format_bytes(s.cache_bytes)}")
+    console.print(
+        f"precision {s.precision}, policy {s.policy}, cache {format_bytes(s.cache_bytes)}, prefetch {s.prefetch}"
+    )
     console.print(f"resident {s.resident_high} of {s.slots_high} high, {s.resident_low} of {s.slots_low} low")
     console.print(summary_text(s))
-    names = (
-        "block",
-        "lookups",
-        "hit rate",
-        "miss high",
-        "miss low",
-        "skips",
-        "evictions",
-        "streamed",
-        "read",
-        "stall ms",
-    )
-    table = Table(*names, box=None, pad_edge=False)
+    names = "block, lookups, hit rate, miss high, miss low, skips, evictions, streamed, ahead, used, read, stall ms"
+    table = Table(*names.split(", "), box=None, pad_edge=False)
     for column in table.columns:
         column.justify = "right"
     for block, c in [*((str(layer.block), layer) for layer in s.layers), ("all", s.total)]:
-        counts = (c.misses_high, c.misses_low, c.skips, c.evictions, c.streamed)
+        counts = (c.misses_high, c.misses_low, c.skips, c.evictions, c.streamed, c.prefetch_issued, c.prefetch_used)
         table.add_row(
             block,
             str(c.lookups),

@@ -50,6 +50,8 @@ class Hobbit(Llama):
         policy: "hobbit", "lru" or "lfu": which expert leaves first.
         weights: recency, frequency, high-precision frequency and layer distance in the score of policy "hobbit".
         low_share: share of the cache for low-precision experts, 0.01 to 0.99.
+        prefetch: layers to read ahead, 0 to 8, or "auto": as long as it pays.
+        io: "direct", "buffered" or "auto": past the page cache or through it.
         io_threads: threads that read experts.
         check: look for invalid numbers in every expert that is read.
         stats: file for the statistics as JSON, written when the model is closed.
@@ -75,6 +77,8 @@ class Hobbit(Llama):
         policy: str | None = None,
         weights: Sequence[float] | None = None,
         low_share: float | None = None,
+        prefetch: int | str | None = None,
+        io: str | None = None,
         io_threads: int | None = None,
         check: bool | None = None,
         stats: str | os.PathLike[str] | None = None,
@@ -92,6 +96,8 @@ class Hobbit(Llama):
             "policy": policy,
             "weights": weights,
             "low_share": low_share,
+            "prefetch": prefetch,
+            "io": io,
             "io_threads": io_threads,
             "check": check,
             "stats": stats,

@@ -51,6 +51,10 @@ class Counters:
     read_bytes_high: int = 0
     read_bytes_low: int = 0
     streamed: int = 0  # misses that passed through the ring without taking a slot
+    prefetch_issued: int = 0  # experts read ahead
+    prefetch_used: int = 0  # of them, those that the router then chose; they count as hits
+    prefetch_wasted: int = 0
+    prefetch_bytes: int = 0  # read ahead, used or not
     stall_us: int = 0  # time in which the computation waited for bytes
 
     @property
@@ -59,7 +63,8 @@ class Counters:
 
     @property
     def read_bytes(self) -> int:
-        return self.read_bytes_high + self.read_bytes_low
+        """All that was read from files, on demand and ahead."""
+        return self.read_bytes_high + self.read_bytes_low + self.prefetch_bytes
 
     @property
     def hit_rate(self) -> float:
@@ -97,6 +102,7 @@ class CacheStats:
     version: int = VERSION
     precision: str = ""
     policy: str = ""
+    prefetch: str = ""  # depth in effect, and why
     cache_bytes: int = 0
     slots_high: int = 0
     slots_low: int = 0
@@ -230,7 +236,9 @@ class Placement:
     sizing: str = ""  # where that number comes from
     ring_places: int = 0
     ring_place_bytes: int = 0
+    io: str = ""  # how experts are read, and why
     io_threads: int = 0
+    prefetch: str = ""  # depth in effect, and why
     pools: tuple[Pool, ...] = ()
     flash_attention: bool = False
     unlike_llama_cli: tuple[str, ...] = ()  # defaults of llama-cpp-python that are in effect and differ
@@ -258,4 +266,5 @@ class Placement:
         rule = f", T1 {self.t1:g}, T2 {self.t2:g}" if self.precision in ("hobbit", "article") else ""
         exact = " (the same results for any cache)" if self.deterministic else ""
         lines.append(f"precision {self.precision}{rule}{exact}")
+        lines.append(f"reads {self.io}, {self.io_threads} threads; prefetch {self.prefetch}")
         return "\n".join([*lines, *self.unlike_llama_cli])
