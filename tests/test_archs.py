@@ -115,6 +115,23 @@ def test_exact_mode_equals_stock_for_every_moe_architecture(exact: RunExact, fol
     generated = {run["generated"] for run in result.runs}
     assert generated == ({0} if arch in NO_MEMORY else {N_GENERATE})
 
+    if arch not in NO_MEMORY:
+        # as in generation: the last layer gets one row of the prompt, and none in its first ubatches
+        result = exact(path, *SETTINGS, "--ubatch", 24, "--outputs", "last")
+        assert result.code == EQUAL, result.differences()
+        assert result.runs[0]["logits"] == 128 * (1 + N_GENERATE)
+
+
+@pytest.mark.parametrize("policy", ["hobbit", "lru", "lfu"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+def test_experts_in_use_stay_while_others_of_their_step_come(
+    exact: RunExact, folder: Path, arch: str, policy: str
+) -> None:
+    """Under the smallest cache nothing is found again; here a step finds some experts and evicts for others."""
+    result = exact(saved_model(arch, folder), *SETTINGS, "--cache", "25%", "--hobbit", f"policy={policy}")
+    assert_exact(result)
+    assert result.total("hits") > 0
+
 
 @pytest.mark.parametrize("arch", sorted(DENSE))
 def test_a_model_without_experts_is_refused(exact: RunExact, folder: Path, arch: str) -> None:

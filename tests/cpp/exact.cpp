@@ -1,8 +1,9 @@
 // hobbit-exact: is a model with cached experts the same model, bit for bit?
 //
 // Loads a GGUF twice in one process, stock and managed, feeds both the same token ids (pseudo-random, through the API,
-// so that no tokenizer is needed) as a prompt with all logits requested, then greedy steps over the reference's logits,
-// and compares every logit. Prints one line of JSON with what was compared and the cache's statistics, so that a test
+// so that no tokenizer is needed) as a prompt with all logits requested (or the last token's, as in generation, when the
+// last layer sees that row only, and no row in the ubatches before), then greedy steps over the reference's logits, and
+// compares every logit. Prints one line of JSON with what was compared and the cache's statistics, so that a test
 // can see that the cache did evict and stream.
 //
 // Exit code: 0 equal, 1 different (or logits that mean nothing), 2 the comparison could not be made, 3 the managed load
@@ -46,6 +47,7 @@ static void usage(FILE * out) {
         "hobbit-exact --model FILE [options]\n"
         "  --prompt N            tokens of the prompt (default 64)\n"
         "  --generate N          greedy steps after it (default 16)\n"
+        "  --outputs WHICH       logits of all tokens of the prompt, or of the last one (default all)\n"
         "  --ubatch N[,N...]     one comparison for each (default 512)\n"
         "  --threads N           (default 2)\n"
         "  --flash-attn MODE     on, off or auto (default auto)\n"
@@ -63,6 +65,7 @@ struct options {
     std::string      model;
     int              prompt     = 64;
     int              generate   = 16;
+    bool             last_only  = false;
     std::vector<int> ubatches   = { 512 };
     int              threads    = 2;
     std::string      flash_attn = "auto";
@@ -117,6 +120,12 @@ static options parse(int argc, char ** argv) {
         if      (name == "--model")           { o.model      = value; }
         else if (name == "--prompt")          { o.prompt     = parse_int(value, 1); }
         else if (name == "--generate")        { o.generate   = parse_int(value, 0); }
+        else if (name == "--outputs") {
+            if (value != "all" && value != "last") {
+                throw error("--outputs takes all or last, not '" + value + "'");
+            }
+            o.last_only = value == "last";
+        }
         else if (name == "--threads")         { o.threads    = parse_int(value, 1); }
         else if (name == "--seed")            { o.seed       = parse_int(value, 0); }
         else if (name == "--flash-attn")      { o.flash_attn = value; }
@@ -354,7 +363,7 @@ static model_ptr load_managed(const options & o, const std::string & cache, std:
 
 struct run_result {
     std::vector<llama_token> tokens; // what was fed
-    std::vector<float>       logits; // a row for each
+    std::vector<float>       logits; // a row for each that had to give one
     int                      n_prompt = 0;
     int                      n_vocab  = 0;
     std::string              stats;  // JSON, if managed
@@ -400,7 +409,7 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
             batch.pos     [i]    = (llama_pos) r.tokens.size();
             batch.n_seq_id[i]    = 1;
             batch.seq_id  [i][0] = 0;
-            batch.logits  [i]    = 1;
+            batch.logits  [i]    = !o.last_only || i == batch.n_tokens - 1;
             r.tokens.push_back(next[i]);
         }
         const int status = llama_decode(ctx.get(), batch);
@@ -408,6 +417,9 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
             throw error("llama_decode: " + std::to_string(status) + " " + log_errors);
         }
         for (int i = 0; i < batch.n_tokens; ++i) {
+            if (!batch.logits[i]) {
+                continue;
+            }
             const float * row = llama_get_logits_ith(ctx.get(), i);
             if (!row) {
                 throw error("no logits at token " + std::to_string(r.tokens.size()));
@@ -494,7 +506,7 @@ static std::string to_json(const comparison & c, const run_result & a, const run
         << ", \"logits\": " << a.logits.size() << ", \"different\": " << c.n_different
         << ", \"max_abs_diff\": " << c.max_abs_diff;
     if (c.n_different > 0) {
-        out << ", \"first\": {\"position\": " << c.first/a.n_vocab << ", \"token\": " << c.first % a.n_vocab
+        out << ", \"first\": {\"row\": " << c.first/a.n_vocab << ", \"token\": " << c.first % a.n_vocab
             << ", \"reference\": " << a.logits[c.first] << ", \"other\": " << b.logits[c.first] << "}";
     }
     if (!c.meaningless.empty()) {
