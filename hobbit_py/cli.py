@@ -1,4 +1,4 @@
-"""The command `hobbit`: run, serve, bench, stats, plot, top.
+"""The command `hobbit`: run, serve, bench, plan, stats, plot, top.
 
 Each command turns its options into one call of the package or of a program beside the library. A failure is one line on
 stderr and exit code 1 (2 for a usage error, 130 for an interrupt).
@@ -230,6 +230,14 @@ def bench(
     (console if console.is_terminal else Console(highlight=False, width=140)).print(table)
     if as_json is not None:
         as_json.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def plan(context: typer.Context) -> None:
+    """Will a model run on a machine, and how fast? The command `gguf-tools plan`: MODEL --ram 64G --vram 24G"""
+    from gguf_tools.cli import run as gguf_tools
+
+    raise typer.Exit(gguf_tools(["plan", *context.args]))
 
 
 @app.command()

@@ -122,6 +122,14 @@ def test_bench_measures_each_size_and_stock(tmp_path: Path) -> None:
         assert size in done.output
 
 
+def test_plan_is_that_of_gguf_tools() -> None:
+    done = run_hobbit("plan", high(), "--ram", "1G", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    assert "--vram" in run_hobbit("plan", "--help").stdout
+    assert run_hobbit("plan", "nowhere.gguf", "--ram", "1G").returncode != 0
+
+
 def test_stats_shows_a_file(tmp_path: Path) -> None:
     example().save(tmp_path / "s.json")
     done = invoke("stats", tmp_path / "s.json")

@@ -63,6 +63,23 @@ def test_embeddings_are_those_of_llama() -> None:
     theirs.close()
 
 
+def test_speculative_decoding_works() -> None:
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    prompt = 3 * "Verily, verily, I say unto thee. "
+    theirs = stock(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4))
+    with hobbit(precision="high", draft_model=LlamaPromptLookupDecoding(num_pred_tokens=4)) as ours:
+        assert greedy(ours, 32, prompt) == greedy(theirs, 32, prompt)
+    theirs.close()
+
+
+def test_a_vocabulary_alone_has_no_cache() -> None:
+    with hobbit(vocab_only=True) as model:
+        assert model.tokenize(b"In the beginning")
+        with pytest.raises(ValueError, match="vocab_only"):
+            model.cache_stats()
+
+
 def test_grammars_work() -> None:
     from llama_cpp import LlamaGrammar
 
