@@ -20,8 +20,8 @@ def test_exact_mode_equals_stock(exact: RunExact, cache: str) -> None:
         assert (run["prompt"], run["generated"]) == (200, 64)
         assert run["stats"]["total"]["selected_low"] == run["stats"]["total"]["selected_skip"] == 0
     assert result.total("misses_high") > 0
-    assert (result.total("evictions") > 0) == (cache != "100%")
-    assert (result.total("streamed") > 0) == (cache != "100%")
+    assert result.total("evictions") > 0 or cache == "100%"
+    assert result.total("streamed") > 0 or cache != "15%"  # where a layer's experts do not fit together
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
