@@ -8,7 +8,7 @@
 #include <random>
 
 static uint64_t total(const hobbit_plan_params & p, const hobbit_plan & plan) {
-    return plan.n_ring * p.ring_bytes + plan.n_slots[HOBBIT_LOW] * p.slot_bytes[HOBBIT_LOW] + plan.n_slots[HOBBIT_HIGH] * p.slot_bytes[HOBBIT_HIGH];
+    return p.router_bytes + plan.n_ring * p.ring_bytes + plan.n_slots[HOBBIT_LOW] * p.slot_bytes[HOBBIT_LOW] + plan.n_slots[HOBBIT_HIGH] * p.slot_bytes[HOBBIT_HIGH];
 }
 
 static void plans_hold_for_random_models() {
@@ -17,6 +17,7 @@ static void plans_hold_for_random_models() {
         hobbit_plan_params p = {};
         p.n_expert_used = 1 + rng() % 16;
         p.n_experts     = p.n_expert_used + rng() % 2000;
+        p.router_bytes  = rng() % 100000;
         p.ring_bytes    = 4096 * (1 + rng() % 1000);
         p.slot_bytes[HOBBIT_HIGH] = rng() % 4 ? 3 * p.ring_bytes : 0;
         p.slot_bytes[HOBBIT_LOW]  = rng() % 2 || p.slot_bytes[HOBBIT_HIGH] == 0 ? p.ring_bytes : 0;

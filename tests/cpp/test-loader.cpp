@@ -28,13 +28,13 @@ static void every_piece_arrives() {
     for (const auto & w : store.weights) {
         for (int e = 0; e < 16; ++e, ++i) {
             data[i].resize(w->source[HOBBIT_HIGH].expert_bytes / sizeof(float));
-            loader.submit({ w.get(), HOBBIT_HIGH, e, (char *) data[i].data(), &state[i] });
+            loader.submit({ w.get(), HOBBIT_HIGH, e, (char *) data[i].data(), &state[i] }, HOBBIT_DEMAND);
         }
     }
     i = 0;
     for (const auto & w : store.weights) {
         for (int e = 0; e < 16; ++e, ++i) {
-            CHECK(loader.wait(state[i]) == HOBBIT_PIECE_READY);
+            CHECK(loader.await(state[i]) == HOBBIT_PIECE_READY);
             CHECK(data[i].front() == moe_file::value(w->block, w->role, e) && data[i].back() == data[i].front());
         }
     }
@@ -53,8 +53,8 @@ static void a_wait_may_come_before_the_read() {
     std::vector<char>    data(w->source[HOBBIT_HIGH].expert_bytes);
     std::atomic<uint8_t> state { HOBBIT_PIECE_ABSENT };
     hobbit_loader loader(1, false);
-    std::thread waiter([&] { CHECK(loader.wait(state) == HOBBIT_PIECE_READY); });
-    loader.submit({ w, HOBBIT_HIGH, 0, data.data(), &state });
+    std::thread waiter([&] { CHECK(loader.await(state) == HOBBIT_PIECE_READY); });
+    loader.submit({ w, HOBBIT_HIGH, 0, data.data(), &state }, HOBBIT_DEMAND);
     waiter.join();
 }
 
@@ -70,8 +70,8 @@ static void failures_name_file_tensor_and_expert() {
     std::vector<char>    data(w->source[HOBBIT_HIGH].expert_bytes);
     std::atomic<uint8_t> state { HOBBIT_PIECE_ABSENT };
     hobbit_loader loader(2, false);
-    loader.submit({ w, HOBBIT_HIGH, 2, data.data(), &state });
-    CHECK(loader.wait(state) == HOBBIT_PIECE_FAILED);
+    loader.submit({ w, HOBBIT_HIGH, 2, data.data(), &state }, HOBBIT_DEMAND);
+    CHECK(loader.await(state) == HOBBIT_PIECE_FAILED);
     const std::string err = loader.take_error();
     CHECK(err.find("m.gguf") != std::string::npos);
     CHECK(err.find(w->name) != std::string::npos);
@@ -98,8 +98,8 @@ static void invalid_numbers_fail_only_when_checked() {
     for (bool check : { false, true }) {
         std::atomic<uint8_t> state { HOBBIT_PIECE_ABSENT };
         hobbit_loader loader(1, check);
-        loader.submit({ w, HOBBIT_HIGH, 0, data.data(), &state });
-        CHECK(loader.wait(state) == (check ? HOBBIT_PIECE_FAILED : HOBBIT_PIECE_READY));
+        loader.submit({ w, HOBBIT_HIGH, 0, data.data(), &state }, HOBBIT_DEMAND);
+        CHECK(loader.await(state) == (check ? HOBBIT_PIECE_FAILED : HOBBIT_PIECE_READY));
         CHECK((loader.take_error().find("invalid") != std::string::npos) == check);
     }
 }

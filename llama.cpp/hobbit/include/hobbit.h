@@ -48,7 +48,7 @@ struct hobbit_option {
     const char * help;
 };
 
-enum { HOBBIT_N_OPTIONS = 13 };
+enum { HOBBIT_N_OPTIONS = 15 };
 
 // the key of the integer KV override that carries a config handle into a model (and into --fit's trial loads)
 #define HOBBIT_CONFIG_KEY "hobbit.config"
@@ -118,10 +118,12 @@ HOBBIT_API bool hobbit_step_end  (struct hobbit_context * ctx, char * err, size_
 HOBBIT_API void hobbit_sequence_begin(struct hobbit_context * ctx, int32_t seq_id);
 
 // graph: the route node of the MoE layer that weight w belongs to.
-//   ids     I32 [n_expert_used, n_tokens], any strides;  weights  F32 [1, n_expert_used, n_tokens], final gate weights
-// returns  F32 [1, n_expert_used, n_tokens]: the weights, 0 where an expert is skipped
+//   ids      I32 [n_expert_used, n_tokens], any strides
+//   weights  F32 [1, n_expert_used, n_tokens], final gate weights
+//   cur      F32 [n_embd, n_tokens], the router's input if that is the normalised FFN input, else NULL: no prediction then
+// returns F32 [1, n_expert_used, n_tokens]: the weights, 0 where an expert is skipped
 HOBBIT_API struct ggml_tensor * hobbit_build_route(struct hobbit_context * ctx, struct ggml_context * ctx0,
-        struct ggml_tensor * w, struct ggml_tensor * ids, struct ggml_tensor * weights);
+        struct ggml_tensor * w, struct ggml_tensor * ids, struct ggml_tensor * weights, struct ggml_tensor * cur);
 // makes a MUL_MAT_ID node over a managed weight depend on the route node of its layer
 HOBBIT_API void hobbit_attach_route(struct ggml_tensor * mul_mat_id, struct ggml_tensor * route);
 

@@ -82,7 +82,7 @@ static constexpr int N_RING_MAX = 8;
 
 uint64_t hobbit_plan_min_bytes(const hobbit_plan_params & p) {
     const int n = std::min(p.n_expert_used, p.n_experts);
-    return N_RING_MIN * p.ring_bytes + n * (p.slot_bytes[HOBBIT_LOW] + p.slot_bytes[HOBBIT_HIGH]);
+    return p.router_bytes + N_RING_MIN * p.ring_bytes + n * (p.slot_bytes[HOBBIT_LOW] + p.slot_bytes[HOBBIT_HIGH]);
 }
 
 bool hobbit_plan_pools(const hobbit_plan_params & p, hobbit_plan & plan) {
@@ -93,11 +93,11 @@ bool hobbit_plan_pools(const hobbit_plan_params & p, hobbit_plan & plan) {
 
     // beyond its minimum the ring takes at most 1/16
     plan.n_ring = (int) std::clamp<uint64_t>(p.budget / 16 / std::max<uint64_t>(p.ring_bytes, 1), N_RING_MIN, N_RING_MAX);
-    uint64_t left = p.budget - N_RING_MIN * p.ring_bytes - n_min * (p.slot_bytes[HOBBIT_LOW] + p.slot_bytes[HOBBIT_HIGH]);
+    uint64_t left = p.budget - p.router_bytes - N_RING_MIN * p.ring_bytes - n_min * (p.slot_bytes[HOBBIT_LOW] + p.slot_bytes[HOBBIT_HIGH]);
     while (plan.n_ring > N_RING_MIN && (plan.n_ring - N_RING_MIN) * p.ring_bytes > left) {
         plan.n_ring--;
     }
-    left = p.budget - plan.n_ring * p.ring_bytes;
+    left = p.budget - p.router_bytes - plan.n_ring * p.ring_bytes;
 
     // every pool gets its minimum, low its share, high the rest; what one cannot use goes to the other
     uint64_t n[HOBBIT_N_PRECISIONS] = { 0, 0 };

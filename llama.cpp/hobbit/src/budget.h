@@ -22,6 +22,7 @@ struct hobbit_plan_params {
     uint64_t budget;                           // bytes
     uint64_t slot_bytes[HOBBIT_N_PRECISIONS];  // 0: precision not in use
     uint64_t ring_bytes;                       // of one place
+    uint64_t router_bytes;                     // of the router bank
     int      n_experts;                        // in all layers
     int      n_expert_used;                    // by one token in one layer
     float    low_share;

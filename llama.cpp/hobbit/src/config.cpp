@@ -37,6 +37,12 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "scaled to sum to 1 (default: 0.25,0.25,0.25,0.25)"),
     HOBBIT_OPTION("low-share", "LOW_SHARE", "F",
         "share of the cache's bytes for low-precision experts when both precisions are in use (default: 0.2)"),
+    HOBBIT_OPTION("prefetch", "PREFETCH", "N",
+        "read experts that the next N layers are likely to choose while this one computes: 0 to 8, off, or auto, which looks up\n"
+        "to 2 layers ahead for as long as it pays (default: auto)"),
+    HOBBIT_OPTION("io", "IO", "MODE",
+        "how experts are read: direct (past the page cache), buffered (through it), or auto: direct unless memory has room for\n"
+        "all experts beside the cache (default: auto)"),
     HOBBIT_OPTION("io-threads", "IO_THREADS", "N",
         "threads that read experts, 1 to 64 (default: 4)"),
     HOBBIT_OPTION("check", "CHECK", nullptr,
@@ -159,6 +165,7 @@ static bool parse_weights(const char * text, hobbit_policy_params & p) {
 }
 
 static const char * rule_names  [] = { "high", "low", "hobbit", "article" }; // in the order of hobbit_rule
+static const char * io_names    [] = { "auto", "direct", "buffered" };       // in the order of hobbit_io
 static const char * policy_names[] = { "hobbit", "lru", "lfu" };             // in the order of hobbit_policy
 
 const char * hobbit_rule_name  (hobbit_rule rule)     { return rule_names[rule]; }
@@ -213,6 +220,15 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
     } else if (is("low-share")) {
         ok   = parse_float(value, 0.01f, 0.99f, c->low_share);
         want = "a number from 0.01 to 0.99";
+    } else if (is("prefetch")) {
+        float n = 0.0f;
+        c->prefetch_adaptive = strcmp(value, "auto") == 0;
+        ok   = c->prefetch_adaptive || strcmp(value, "off") == 0 || (parse_float(value, 0.0f, 8.0f, n) && n == std::floor(n));
+        want = "auto, off, or a whole number from 0 to 8";
+        c->prefetch_depth = c->prefetch_adaptive ? 2 : (int) n;
+    } else if (is("io")) {
+        ok   = parse_name(value, io_names, c->io);
+        want = "auto, direct or buffered";
     } else if (is("io-threads")) {
         float n = 0.0f;
         ok   = parse_float(value, 1.0f, 64.0f, n) && n == std::floor(n);

@@ -11,6 +11,12 @@
 #include <cstdint>
 #include <string>
 
+enum hobbit_io : int8_t {
+    HOBBIT_IO_AUTO,     // direct, unless memory has room for all experts in the page cache beside the expert cache
+    HOBBIT_IO_DIRECT,   // past the page cache
+    HOBBIT_IO_BUFFERED, // through it
+};
+
 struct hobbit_config {
     bool        cache_auto  = true;
     uint64_t    cache_bytes = 0; // when not auto
@@ -24,6 +30,10 @@ struct hobbit_config {
     hobbit_policy_params policy;
     float                low_share = 0.2f; // of the cache's bytes, when both precisions are in use
 
+    int         prefetch_depth    = 2;    // layers to look ahead, at most
+    bool        prefetch_adaptive = true; // else always that many
+
+    hobbit_io   io         = HOBBIT_IO_AUTO;
     int         io_threads = 4;
     bool        check      = false;
     std::string stats_path; // "": none

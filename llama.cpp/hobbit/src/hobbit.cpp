@@ -152,7 +152,59 @@ static std::string describe(const hobbit_model & model) {
         text += hobbit_format(" (recency %.2f, frequency %.2f, high-precision frequency %.2f, layer distance %.2f)",
                 config.policy.w_lru, config.policy.w_lfu, config.policy.w_lhu, config.policy.w_fld);
     }
-    return text + hobbit_format("\n  %-10s %d threads, buffered reads\n", "loader", config.io_threads);
+    text += hobbit_format("\n  %-10s %d threads, reads %s\n", "loader", config.io_threads, model.io.c_str());
+    return text + hobbit_format("  %-10s %s\n", "prefetch",
+            !model.no_prediction.empty() ? ("off: " + model.no_prediction).c_str() :
+            config.prefetch_depth == 0   ? "off" :
+            hobbit_format("%s %d layers ahead, router bank %.1f MiB", config.prefetch_adaptive ? "up to" : "always", config.prefetch_depth,
+                    mib(model.routers->bytes())).c_str());
+}
+
+// direct or buffered reads; before slots are sized, since direct reads want room for alignment
+static void choose_io(hobbit_model & model, const bool * in_use) {
+    const hobbit_config & config = model.config;
+
+    uint64_t all = 0; // bytes of every expert in the precisions in use
+    std::set<const hobbit_file *> in_files;
+    for (const auto & weight : model.store.weights) {
+        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+            if (in_use[p]) {
+                all += weight->source[p].expert_bytes * weight->ne[2];
+                in_files.insert(weight->source[p].file);
+            }
+        }
+    }
+    const hobbit_memory mem  = hobbit_memory_now();
+    const uint64_t      free = mem.limit - std::min(mem.limit, mem.used + hobbit_memory_margin(mem.limit));
+    const bool fits   = !config.cache_auto && config.cache_bytes + all <= free;
+    const bool direct = config.io == HOBBIT_IO_DIRECT || (config.io == HOBBIT_IO_AUTO && !fits);
+
+    model.io = direct ? "direct" : "buffered";
+    for (const auto & file : model.store.files) {
+        if (!direct || in_files.count(file.get()) == 0) {
+            continue;
+        }
+        if (!file->open_direct()) {
+            file->drop_cached = true;
+            model.io = "buffered, since direct reads are not possible on this file system";
+        }
+    }
+}
+
+static void start_prediction(hobbit_model & model) {
+    if (model.config.prefetch_depth == 0) {
+        model.governor.init(0, false);
+        return;
+    }
+    auto routers = std::make_unique<hobbit_router_bank>();
+    std::string why;
+    if (routers->load(model.store, why)) {
+        model.routers = std::move(routers);
+        model.governor.init(model.config.prefetch_depth, model.config.prefetch_adaptive);
+    } else {
+        model.governor.init(0, false);
+        model.no_prediction = why;
+    }
 }
 
 // how many slots the configuration's cache gives to each precision; says in model.sizing where the number comes from
@@ -163,6 +215,7 @@ static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & 
     params.n_expert_used = model.n_expert_used;
     params.low_share     = config.low_share;
     params.ring_bytes    = model.ring_bytes();
+    params.router_bytes  = model.routers ? model.routers->bytes() : 0;
     for (const hobbit_layer & layer : model.store.layers) {
         params.n_experts += layer.n_expert;
     }
@@ -218,6 +271,9 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
     const bool in_use[HOBBIT_N_PRECISIONS] = { !low_path.empty() && rule != HOBBIT_RULE_HIGH, rule != HOBBIT_RULE_LOW };
     model.n_expert_used = n_expert_used;
 
+    choose_io(model, in_use);
+    start_prediction(model);
+
     hobbit_plan plan;
     if (!plan_cache(model, in_use, plan, err)) {
         return false;
@@ -267,6 +323,8 @@ static hobbit_stats_labels labels_of(const hobbit_context & ctx) {
     labels.rule        = hobbit_rule_name(model.config.thresholds.rule);
     labels.policy      = hobbit_policy_name(model.config.policy.policy);
     labels.cache_bytes = model.bytes();
+    labels.prefetch    = hobbit_format("depth %d, %s", model.governor.depth(),
+            model.no_prediction.empty() ? model.governor.reason().c_str() : model.no_prediction.c_str());
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
         labels.n_slots[p] = model.uses(p) ? model.pools[p].pool->n_slots() : 0;
         labels.n_used [p] = model.uses(p) ? model.pools[p].pool->n_used()  : 0;
@@ -411,6 +469,9 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
     }
     ctx->decode     = (size_t) ubatch->n_tokens <= ctx->step_records.size();
     ctx->t_begin_us = ggml_time_us();
+    ctx->demand_seconds = ctx->model->loader->demand_seconds();
+    ctx->model->loader->take_error(); // of a prefetch that nobody needed
+    ctx->n_prefetch_used = ctx->n_prefetch_wasted = 0;
     ctx->failed.store(false, std::memory_order_relaxed);
 }
 
@@ -435,6 +496,11 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
         hobbit_fail(err, err_size, model.loader->take_error());
     }
     hobbit_unpin_all(*ctx);
+    hobbit_settle_predicted(*ctx, model.store.n_layer(), nullptr);
+    if (ctx->decode && us > 0) {
+        const double demand_us = 1e6 * (model.loader->demand_seconds() - ctx->demand_seconds);
+        model.governor.step(ctx->n_prefetch_used, ctx->n_prefetch_wasted, (float) (demand_us / us));
+    }
 
     {
         std::lock_guard<std::mutex> lock(ctx->stats_mutex);
@@ -566,8 +632,9 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
     text += hobbit_format("\"precision\": \"%s\", \"t1\": %g, \"t2\": %g, \"renormalise\": %s, \"deterministic\": %s, \"policy\": \"%s\", ",
             hobbit_rule_name(config.thresholds.rule), config.thresholds.t1, config.thresholds.t2, config.renormalise ? "true" : "false",
             config.deterministic ? "true" : "false", hobbit_policy_name(config.policy.policy));
-    text += hobbit_format("\"cache_bytes\": %zu, \"sizing\": %s, \"ring_places\": %d, \"ring_place_bytes\": %zu, \"io_threads\": %d, \"pools\": [",
-            model.bytes(), quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads);
+    text += hobbit_format("\"cache_bytes\": %zu, \"sizing\": %s, \"ring_places\": %d, \"ring_place_bytes\": %zu, \"io_threads\": %d, \"io\": %s, ",
+            model.bytes(), quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads, quoted(model.io).c_str());
+    text += hobbit_format("\"prefetch\": %s, \"pools\": [", quoted(labels_of(*ctx).prefetch).c_str());
     const char * sep = "";
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
         if (model.uses(p)) {

@@ -2,6 +2,11 @@
 
 #include "ggml.h"
 
+#include <algorithm>
+
+// large enough for the disk's best speed with a few in flight, small enough to stop a wrong prefetch soon
+static constexpr uint64_t BLOCK_BYTES = 1 << 20;
+
 hobbit_loader::hobbit_loader(int n_threads, bool validate) : validate(validate) {
     for (int i = 0; i < n_threads; ++i) {
         threads.emplace_back([this] { run(); });
@@ -20,24 +25,82 @@ hobbit_loader::~hobbit_loader() {
     }
 }
 
-void hobbit_loader::submit(const hobbit_read & read) {
+void hobbit_loader::submit(const hobbit_read & read, hobbit_urgency urgency) {
     read.state->store(HOBBIT_PIECE_LOADING, std::memory_order_relaxed);
     {
         std::lock_guard<std::mutex> lock(mutex);
-        queue.push_back(read);
+        queues[urgency].push_back({ read, urgency });
     }
     cv_work.notify_one();
 }
 
-uint8_t hobbit_loader::wait(std::atomic<uint8_t> & state) {
+void hobbit_loader::count_demand(int change) {
+    const int64_t now = ggml_time_us();
+    if (n_demand > 0) {
+        demand_us += now - demand_since;
+    }
+    demand_since = now;
+    n_demand    += change;
+}
+
+double hobbit_loader::demand_seconds() {
+    std::lock_guard<std::mutex> lock(mutex);
+    count_demand(0);
+    return demand_us / 1e6;
+}
+
+void hobbit_loader::promote(const std::atomic<uint8_t> & state) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto & queue = queues[HOBBIT_PREFETCH];
+    const auto it = std::find_if(queue.begin(), queue.end(), [&](const job & j) { return j.read.state == &state; });
+    if (it != queue.end()) {
+        it->urgency = HOBBIT_DEMAND;
+        queues[HOBBIT_DEMAND].push_back(*it);
+        queue.erase(it);
+        return;
+    }
+    for (job * j : under_way) {
+        if (j->read.state == &state && j->urgency == HOBBIT_PREFETCH) {
+            j->urgency = HOBBIT_DEMAND; // goes to the other queue after its block
+            count_demand(+1);
+        }
+    }
+}
+
+uint64_t hobbit_loader::cancel(const std::atomic<uint8_t> & state) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto & queue = queues[HOBBIT_PREFETCH];
+    const auto it = std::find_if(queue.begin(), queue.end(), [&](const job & j) { return j.read.state == &state; });
+    if (it != queue.end()) {
+        const uint64_t done = it->done;
+        it->read.state->store(HOBBIT_PIECE_ABSENT, std::memory_order_release);
+        queue.erase(it);
+        cv_done.notify_all();
+        return done;
+    }
+    for (job * j : under_way) {
+        if (j->read.state == &state) {
+            j->cancelled = true;
+            return j->done + std::min(BLOCK_BYTES, j->read.weight->source[j->read.precision].expert_bytes - j->done);
+        }
+    }
+    return 0;
+}
+
+uint8_t hobbit_loader::await(const std::atomic<uint8_t> & state) {
     std::unique_lock<std::mutex> lock(mutex);
     cv_done.wait(lock, [&] { return state.load(std::memory_order_acquire) >= HOBBIT_PIECE_READY; });
     return state.load(std::memory_order_acquire);
 }
 
+void hobbit_loader::await_idle(const std::atomic<uint8_t> & state) {
+    std::unique_lock<std::mutex> lock(mutex);
+    cv_done.wait(lock, [&] { return state.load(std::memory_order_acquire) != HOBBIT_PIECE_LOADING; });
+}
+
 void hobbit_loader::drain() {
     std::unique_lock<std::mutex> lock(mutex);
-    cv_done.wait(lock, [&] { return queue.empty() && n_busy == 0; });
+    cv_done.wait(lock, [&] { return queues[HOBBIT_DEMAND].empty() && queues[HOBBIT_PREFETCH].empty() && under_way.empty(); });
 }
 
 std::string hobbit_loader::take_error() {
@@ -47,13 +110,17 @@ std::string hobbit_loader::take_error() {
     return taken;
 }
 
-static bool read_piece(const hobbit_read & read, bool validate, std::string & err) {
+// the next size bytes of a piece, from byte done on
+static bool read_block(const hobbit_read & read, uint64_t done, uint64_t size, bool validate, std::string & err) {
     const hobbit_source & src = read.weight->source[read.precision];
 
-    err = src.file->changed();
-    const bool ok = err.empty() &&
-        hobbit_file_read(*src.file, src.offset + read.expert * src.expert_bytes, read.dst, src.expert_bytes, err);
-    if (ok && validate && !ggml_validate_row_data(src.type, read.dst, src.expert_bytes)) {
+    if (done == 0) {
+        err = src.file->changed();
+    }
+    if (err.empty()) {
+        hobbit_source_read(src, src.offset + read.expert * src.expert_bytes + done, read.dst + done, size, err);
+    }
+    if (err.empty() && validate && done + size == src.expert_bytes && !ggml_validate_row_data(src.type, read.dst, src.expert_bytes)) {
         err = src.file->path + ": holds invalid numbers";
     }
     if (!err.empty()) {
@@ -65,24 +132,44 @@ static bool read_piece(const hobbit_read & read, bool validate, std::string & er
 void hobbit_loader::run() {
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
-        cv_work.wait(lock, [&] { return stop || !queue.empty(); });
+        cv_work.wait(lock, [&] { return stop || !queues[HOBBIT_DEMAND].empty() || !queues[HOBBIT_PREFETCH].empty(); });
+        auto & queue = queues[queues[HOBBIT_DEMAND].empty() ? HOBBIT_PREFETCH : HOBBIT_DEMAND];
         if (queue.empty()) {
             return;
         }
-        const hobbit_read read = queue.front();
+        job j = queue.front();
         queue.pop_front();
-        n_busy++;
+        under_way.push_back(&j);
+        if (j.urgency == HOBBIT_DEMAND) {
+            count_demand(+1);
+        }
         lock.unlock();
 
-        std::string err;
-        const bool  ok = read_piece(read, validate, err);
+        const uint64_t total = j.read.weight->source[j.read.precision].expert_bytes;
+        // whole blocks of the file, so that a direct read that starts in the middle of one is the first only
+        const uint64_t start = j.read.weight->source[j.read.precision].offset + j.read.expert * total + j.done;
+        const uint64_t size  = std::min(total - j.done, BLOCK_BYTES - start % HOBBIT_DIRECT_ALIGN);
+        std::string    err;
+        const bool     ok = read_block(j.read, j.done, size, validate, err);
 
         lock.lock();
-        if (!ok && error.empty()) {
+        under_way.erase(std::find(under_way.begin(), under_way.end(), &j));
+        if (j.urgency == HOBBIT_DEMAND) {
+            count_demand(-1);
+        }
+        if (!ok && error.empty() && !j.cancelled) {
             error = err;
         }
-        read.state->store(ok ? HOBBIT_PIECE_READY : HOBBIT_PIECE_FAILED, std::memory_order_release);
-        n_busy--;
+        j.done += size;
+        if (j.cancelled) {
+            j.read.state->store(HOBBIT_PIECE_ABSENT, std::memory_order_release);
+        } else if (!ok || j.done == total) {
+            j.read.state->store(ok ? HOBBIT_PIECE_READY : HOBBIT_PIECE_FAILED, std::memory_order_release);
+        } else {
+            // front: what is begun is finished first; a thread that sleeps may take it while this one takes the next
+            queues[j.urgency].push_front(j);
+            continue;
+        }
         cv_done.notify_all();
     }
 }

@@ -8,6 +8,12 @@
 // ubatches with more rows than this leave what is cached alone: they fill free slots and stream the rest
 static constexpr int64_t N_ROWS_EVICT_MAX = 32;
 
+// and with more rows than this most experts are chosen anyway: nothing to predict
+static constexpr int64_t N_ROWS_PREDICT_MAX = 8;
+
+// the order in which a layer's operations want the weights
+static constexpr hobbit_role ROLES_AS_USED[] = { HOBBIT_ROLE_GATE_UP, HOBBIT_ROLE_GATE, HOBBIT_ROLE_UP, HOBBIT_ROLE_DOWN };
+
 //
 // model geometry
 //
@@ -16,10 +22,15 @@ size_t hobbit_model::role_offset(int layer, int precision, int role) const {
     size_t offset = 0;
     for (int r = 0; r < role; ++r) {
         if (const hobbit_weight * w = store.layers[layer].weight[r]) {
-            offset += hobbit_pad(w->source[precision].expert_bytes, 64);
+            offset += w->source[precision].place_bytes();
         }
     }
     return offset;
+}
+
+char * hobbit_model::piece_data(int layer, int precision, int role, int slot, int expert) const {
+    const hobbit_source & src = store.layers[layer].weight[role]->source[precision];
+    return pools[precision].bank.slot(slot) + role_offset(layer, precision, role) + src.skew(expert);
 }
 
 size_t hobbit_model::slot_bytes(int precision) const {
@@ -34,14 +45,14 @@ size_t hobbit_model::ring_bytes() const {
     size_t size = 0;
     for (const auto & weight : store.weights) {
         for (const hobbit_source & src : weight->source) {
-            size = std::max<size_t>(size, src.expert_bytes);
+            size = std::max<size_t>(size, src.file ? src.place_bytes() : 0);
         }
     }
     return hobbit_pad(size, HOBBIT_ALIGN);
 }
 
 size_t hobbit_model::bytes() const {
-    return pools[HOBBIT_LOW].bank.bytes() + pools[HOBBIT_HIGH].bank.bytes() + ring.bytes();
+    return pools[HOBBIT_LOW].bank.bytes() + pools[HOBBIT_HIGH].bank.bytes() + ring.bytes() + (routers ? routers->bytes() : 0);
 }
 
 //
@@ -59,22 +70,91 @@ void hobbit_flush_stall(hobbit_context & ctx) {
     ctx.stats.layers[ctx.stall_layer].stall_us += ctx.stall_us.exchange(0, std::memory_order_relaxed);
 }
 
-static void load_expert(hobbit_model & model, const hobbit_layer & layer, int layer_index, int precision, int slot, int expert) {
-    hobbit_pool_memory & mem = model.pools[precision];
-    for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
-        std::atomic<uint8_t> & state = mem.piece(slot, role);
-        // a step that was aborted may have left a read under way into this slot
-        if (state.load(std::memory_order_acquire) == HOBBIT_PIECE_LOADING) {
-            model.loader->wait(state);
-        }
-        state.store(HOBBIT_PIECE_ABSENT, std::memory_order_relaxed);
-    }
-    for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
-        if (layer.weight[role]) {
-            char * dst = mem.bank.slot(slot) + model.role_offset(layer_index, precision, role);
-            model.loader->submit({ layer.weight[role], precision, expert, dst, &mem.piece(slot, role) });
+// starts the reads of whole experts into their slots, what is used first first
+static void load_experts(hobbit_model & model, int layer_index, const std::vector<hobbit_step_expert> & experts, hobbit_urgency urgency) {
+    const hobbit_layer & layer = model.store.layers[layer_index];
+    for (const hobbit_step_expert & e : experts) {
+        for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+            // a prefetch that was cancelled, or a step that was aborted, may have left a read under way into this slot
+            std::atomic<uint8_t> & state = model.pools[e.precision].piece(e.slot, role);
+            if (state.load(std::memory_order_acquire) == HOBBIT_PIECE_LOADING) {
+                model.loader->await_idle(state);
+            }
+            state.store(HOBBIT_PIECE_ABSENT, std::memory_order_relaxed);
         }
     }
+    for (hobbit_role role : ROLES_AS_USED) {
+        for (const hobbit_step_expert & e : experts) {
+            if (layer.weight[role]) {
+                model.loader->submit({ layer.weight[role], e.precision, e.id, model.piece_data(layer_index, e.precision, role, e.slot, e.id),
+                        &model.pools[e.precision].piece(e.slot, role) }, urgency);
+            }
+        }
+    }
+}
+
+// whether every weight of the expert in a slot is there
+static bool is_ready(hobbit_model & model, const hobbit_layer & layer, int precision, int slot) {
+    for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+        if (layer.weight[role] && model.pools[precision].piece(slot, role).load(std::memory_order_acquire) != HOBBIT_PIECE_READY) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static uint64_t expert_bytes(const hobbit_layer & layer, int precision) {
+    uint64_t bytes = 0;
+    for (const hobbit_weight * weight : layer.weight) {
+        bytes += weight ? weight->source[precision].expert_bytes : 0;
+    }
+    return bytes;
+}
+
+void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_precision * chosen) {
+    hobbit_model & model = *ctx.model;
+
+    std::vector<hobbit_predicted> later;
+    for (const hobbit_predicted & p : ctx.predicted) {
+        if (p.layer > layer) {
+            later.push_back(p);
+            continue;
+        }
+        const hobbit_layer & l    = model.store.layers[p.layer];
+        hobbit_pool &        pool = *model.pools[p.precision].pool;
+        pool.unpin(p.slot);
+
+        const bool used = chosen && p.layer == layer && chosen[p.expert] == HOBBIT_PRECISION_LOW + p.precision;
+        uint64_t bytes = p.issued ? expert_bytes(l, p.precision) : 0;
+        if (!used && !is_ready(model, l, p.precision, p.slot) && pool.pins(p.slot) == 0) {
+            uint64_t done = 0;
+            for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+                std::atomic<uint8_t> & state = model.pools[p.precision].piece(p.slot, role);
+                if (!l.weight[role]) {
+                    continue;
+                }
+                if (state.load(std::memory_order_acquire) == HOBBIT_PIECE_READY) {
+                    done += l.weight[role]->source[p.precision].expert_bytes;
+                } else {
+                    done += model.loader->cancel(state);
+                }
+            }
+            bytes = p.issued ? done : 0;
+            pool.drop(p.slot);
+        }
+        std::lock_guard<std::mutex> lock(ctx.stats_mutex);
+        hobbit_counters & count = ctx.stats.layers[p.layer];
+        if (chosen && p.layer == layer) {
+            count.predicted++;
+            count.predicted_right += chosen[p.expert] != HOBBIT_PRECISION_SKIP ? 1 : 0;
+        }
+        if (p.issued) {
+            count.prefetch_bytes += bytes;
+            (used ? count.prefetch_used : count.prefetch_wasted) += 1;
+            (used ? ctx.n_prefetch_used : ctx.n_prefetch_wasted) += 1;
+        }
+    }
+    ctx.predicted.swap(later);
 }
 
 // sequence of a row of the layer's input: all tokens, or, in the last layer, those with output
@@ -161,9 +241,10 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
     const hobbit_layer & layer = model.store.layers[route.layer];
 
     hobbit_counters count;
-    std::vector<const route_choice *>  missing;
-    std::vector<hobbit_step_expert>    loading;
-    std::vector<hobbit_step_expert>    streamed;
+    std::vector<const route_choice *> missing;
+    std::vector<hobbit_step_expert>   coming;   // read ahead, and not all there yet
+    std::vector<hobbit_step_expert>   loading;
+    std::vector<hobbit_step_expert>   streamed;
 
     route.experts.clear();
     for (const route_choice & choice : choices) {
@@ -187,33 +268,45 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
         pool.pin(slot);
         pool.touch(slot);
         ctx.pinned.emplace_back(precision, slot);
-        route.experts.push_back({ choice.id, (int8_t) precision, slot });
+        if (is_ready(model, layer, precision, slot)) {
+            route.experts.push_back({ choice.id, (int8_t) precision, slot });
+            continue;
+        }
+        coming.push_back({ choice.id, (int8_t) precision, slot });
+        for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+            model.loader->promote(model.pools[precision].piece(slot, role));
+        }
     }
     // only now that every hit is pinned may something be evicted
     for (const route_choice * choice : missing) {
         const int precision = choice->given - HOBBIT_PRECISION_LOW;
 
-        uint64_t bytes = 0;
-        for (const hobbit_weight * weight : layer.weight) {
-            bytes += weight ? weight->source[precision].expert_bytes : 0;
-        }
         (precision == HOBBIT_HIGH ? count.misses_high     : count.misses_low)     += 1;
-        (precision == HOBBIT_HIGH ? count.read_bytes_high : count.read_bytes_low) += bytes;
+        (precision == HOBBIT_HIGH ? count.read_bytes_high : count.read_bytes_low) += expert_bytes(layer, precision);
 
-        int64_t   evicted;
-        const int slot = model.pools[precision].pool->place(route.layer, choice->id,
-                ctx.step_records.data(), (int) ctx.step_records.size(), n_rows <= N_ROWS_EVICT_MAX, &evicted);
+        const auto place = [&](int64_t & evicted) {
+            return model.pools[precision].pool->place(route.layer, choice->id,
+                    ctx.step_records.data(), (int) ctx.step_records.size(), n_rows <= N_ROWS_EVICT_MAX, &evicted);
+        };
+        int64_t evicted;
+        int     slot = place(evicted);
+        if (slot < 0 && !ctx.predicted.empty()) {
+            // what is needed now goes before what may be needed soon
+            hobbit_settle_predicted(ctx, model.store.n_layer(), nullptr);
+            slot = place(evicted);
+        }
         count.evictions += evicted >= 0 ? 1 : 0;
 
         if (slot >= 0) {
             ctx.pinned.emplace_back(precision, slot);
-            load_expert(model, layer, route.layer, precision, slot, choice->id);
             loading.push_back({ choice->id, (int8_t) precision, slot });
         } else {
             count.streamed++;
             streamed.push_back({ choice->id, (int8_t) precision, -1 });
         }
     }
+    load_experts(model, route.layer, loading, HOBBIT_DEMAND);
+    route.experts.insert(route.experts.end(), coming.begin(), coming.end());
     route.experts.insert(route.experts.end(), loading.begin(), loading.end());
     route.n_cached = (int) route.experts.size();
     route.experts.insert(route.experts.end(), streamed.begin(), streamed.end());
@@ -227,6 +320,52 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
     hobbit_flush_stall(ctx);
     ctx.stall_layer = route.layer;
     ctx.stats.layers[route.layer].add(count);
+}
+
+// reads ahead for the next layers, as far as the governor looks and while what they want is resident
+static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_used) {
+    hobbit_context & ctx   = *route.ctx;
+    hobbit_model &   model = *ctx.model;
+
+    std::vector<int32_t>          ids(n_used);
+    std::vector<float>            weights(n_used);
+    std::vector<hobbit_precision> asked(n_used);
+
+    for (int to = route.layer + 1; to <= route.layer + model.governor.depth() && to < model.store.n_layer(); ++to) {
+        std::vector<hobbit_step_expert> loading;
+        for (int64_t row = 0; row < cur->ne[1]; ++row) {
+            model.routers->predict(route.layer, to, (const float *) ((const char *) cur->data + row*cur->nb[1]), n_used, ids.data(), weights.data());
+            hobbit_precision_score(model.config.thresholds, weights.data(), n_used, asked.data());
+            for (int k = 0; k < n_used; ++k) {
+                const hobbit_precision given = choose(model, to, ids[k], asked[k]);
+                if (given == HOBBIT_PRECISION_SKIP) {
+                    continue;
+                }
+                const int     precision = given - HOBBIT_PRECISION_LOW;
+                hobbit_pool & pool      = *model.pools[precision].pool;
+                int           slot      = pool.find(to, ids[k]);
+                if (slot >= 0) {
+                    pool.pin(slot);
+                    ctx.predicted.push_back({ to, ids[k], precision, slot, false });
+                    continue;
+                }
+                int64_t evicted;
+                slot = pool.place(to, ids[k], ctx.step_records.data(), (int) ctx.step_records.size(), true, &evicted);
+                if (slot < 0) {
+                    continue;
+                }
+                ctx.predicted.push_back({ to, ids[k], precision, slot, true });
+                loading.push_back({ ids[k], (int8_t) precision, slot });
+                std::lock_guard<std::mutex> lock(ctx.stats_mutex);
+                ctx.stats.layers[to].prefetch_issued++;
+                ctx.stats.layers[to].evictions += evicted >= 0 ? 1 : 0;
+            }
+        }
+        load_experts(model, to, loading, HOBBIT_PREFETCH);
+        if (!loading.empty()) {
+            break;
+        }
+    }
 }
 
 // weights out: as they came, 0 where the expert is skipped, rescaled to the same sum if asked for
@@ -287,17 +426,32 @@ static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
     // after a failure the rest of the step is void: no reads, every expert skipped, so that the numbers stay finite
     if (!ctx.failed.load(std::memory_order_relaxed)) {
         route_experts(route, ids, weights, choices);
+
+        thread_local std::vector<hobbit_precision> chosen;
+        chosen.assign(ctx.model->store.layers[route.layer].n_expert, HOBBIT_PRECISION_SKIP);
+        for (const route_choice & choice : choices) {
+            chosen[choice.id] = choice.given;
+        }
+        hobbit_settle_predicted(ctx, route.layer, chosen.data());
+
         route_place(route, choices, ids->ne[1]);
+
+        const ggml_tensor * cur = dst->src[2];
+        if (cur && ctx.model->governor.depth() > 0 && ids->ne[1] <= N_ROWS_PREDICT_MAX) {
+            route_prefetch(route, cur, (int) ids->ne[0]);
+        }
     }
     route_weights(route, choices, ids, weights, dst);
 }
 
-ggml_tensor * hobbit_build_route(hobbit_context * ctx, ggml_context * ctx0, ggml_tensor * w, ggml_tensor * ids, ggml_tensor * weights) {
+ggml_tensor * hobbit_build_route(hobbit_context * ctx, ggml_context * ctx0, ggml_tensor * w, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * cur) {
     const hobbit_managed * managed = (const hobbit_managed *) w->extra;
     hobbit_route * route = &ctx->routes[managed->weight->layer];
 
-    ggml_tensor * args[] = { ids, weights };
-    ggml_tensor * node = ggml_custom_4d(ctx0, GGML_TYPE_F32, 1, ids->ne[0], ids->ne[1], 1, args, 2, route_compute, 1, route);
+    const bool predict = cur && ctx->model->routers && cur->type == GGML_TYPE_F32 && cur->ne[0] == ctx->model->routers->n_embd();
+
+    ggml_tensor * args[] = { ids, weights, cur };
+    ggml_tensor * node = ggml_custom_4d(ctx0, GGML_TYPE_F32, 1, ids->ne[0], ids->ne[1], 1, args, predict ? 3 : 2, route_compute, 1, route);
     node->extra = route;
     return node;
 }
@@ -324,7 +478,8 @@ static bool experts_uses(const ggml_cpu_experts * self, const ggml_tensor * op, 
 static void stream_submit(hobbit_route & route, const hobbit_managed & managed, int j) {
     hobbit_model & model = *managed.model;
     const hobbit_step_expert & e = route.experts[route.n_cached + j];
-    model.loader->submit({ managed.weight, e.precision, e.id, model.ring.slot(j % model.n_ring), &route.stream_state[j] });
+    const size_t skew = managed.weight->source[e.precision].skew(e.id);
+    model.loader->submit({ managed.weight, e.precision, e.id, model.ring.slot(j % model.n_ring) + skew, &route.stream_state[j] }, HOBBIT_DEMAND);
 }
 
 static int experts_begin(const ggml_cpu_experts * self, const ggml_tensor * op, int n_threads, ggml_cpu_expert * experts) {
@@ -359,17 +514,17 @@ static const void * experts_acquire(const ggml_cpu_experts * self, const ggml_te
     if (i < route.n_cached) {
         hobbit_pool_memory & mem = model.pools[e.precision];
         state = &mem.piece(e.slot, managed.weight->role);
-        data  = mem.bank.slot(e.slot) + model.role_offset(managed.weight->layer, e.precision, managed.weight->role);
+        data  = model.piece_data(managed.weight->layer, e.precision, managed.weight->role, e.slot, e.id);
     } else {
         const int j = i - route.n_cached;
         state = &route.stream_state[j];
-        data  = model.ring.slot(j % model.n_ring);
+        data  = model.ring.slot(j % model.n_ring) + managed.weight->source[e.precision].skew(e.id);
     }
 
     uint8_t s = state->load(std::memory_order_acquire);
     if (s < HOBBIT_PIECE_READY) {
         const int64_t t0 = ggml_time_us();
-        s = model.loader->wait(*state);
+        s = model.loader->await(*state);
         if (ith == 0) {
             route.ctx->stall_us.fetch_add(ggml_time_us() - t0, std::memory_order_relaxed);
         }

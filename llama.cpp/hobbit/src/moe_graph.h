@@ -12,6 +12,7 @@
 #include "cache.h"
 #include "config.h"
 #include "loader.h"
+#include "prefetch.h"
 #include "stats.h"
 #include "store.h"
 
@@ -49,6 +50,8 @@ struct hobbit_model {
     hobbit_store  store;
     bool          no_alloc = false;
     int           n_expert_used = 0; // by one token in one layer, at most
+    std::string   io;                // how experts are read, and why
+    std::string   no_prediction;     // why prediction is off, if the model is the reason
     std::string   sizing;            // where the cache's size comes from, for people
     std::string   pair_high; // path of the high-precision expert file of a pair, "" if none
     std::string   pair_low;
@@ -62,13 +65,18 @@ struct hobbit_model {
 
     std::unique_ptr<hobbit_loader> loader;
 
+    std::unique_ptr<hobbit_router_bank> routers; // NULL: no prediction
+    hobbit_governor                     governor;
+
     // held for the length of a step: steps of one model never overlap, which is what makes pins and ring simple
     std::mutex step_mutex;
 
     size_t n_keys() const { return (size_t) store.n_layer() * store.n_expert(); }
     bool   uses(int precision) const { return pools[precision].pool != nullptr; }
-    // where role's weights of an expert in a slot begin
+    // where the place for role's weights in a slot begins
     size_t role_offset(int layer, int precision, int role) const;
+    // where one weight of an expert in a slot begins
+    char * piece_data(int layer, int precision, int role, int slot, int expert) const;
     // bytes of a slot that holds any expert of any layer
     size_t slot_bytes(int precision) const;
     size_t ring_bytes() const; // of one place
@@ -80,6 +88,15 @@ struct hobbit_step_expert {
     int32_t id;
     int8_t  precision; // HOBBIT_LOW or HOBBIT_HIGH
     int32_t slot;      // -1: streamed
+};
+
+// an expert that was predicted: pinned until its layer's route node has run
+struct hobbit_predicted {
+    int  layer;
+    int  expert;
+    int  precision;
+    int  slot;
+    bool issued; // read ahead; else it was resident
 };
 
 // the route node's userdata: one per managed layer and context, at a stable address
@@ -108,6 +125,10 @@ struct hobbit_context {
     std::vector<int32_t>                   output_seq; // [n_outputs]
     std::vector<const hobbit_records *>    step_records;
     std::vector<std::pair<int, int>>       pinned;     // (precision, slot)
+    std::vector<hobbit_predicted>          predicted;
+    int                                    n_prefetch_used   = 0;
+    int                                    n_prefetch_wasted = 0;
+    double                                 demand_seconds    = 0.0; // the loader's, at the begin of the step
     std::atomic<bool>                      failed { false };
     std::atomic<uint64_t>                  stall_us { 0 }; // since the last route node
     int                                    stall_layer = 0;
@@ -121,5 +142,8 @@ struct hobbit_context {
 void hobbit_managed_init(hobbit_managed & managed, hobbit_model * model, hobbit_weight * weight);
 
 void hobbit_unpin_all(hobbit_context & ctx);
+// lets go of what was predicted for layers up to this one: what was not chosen is cancelled, or, if it is there, may stay.
+// chosen[n_expert]: precision given, SKIP if not chosen; NULL: nothing was
+void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_precision * chosen);
 // adds the waiting time since the last call to the layer it belongs to; stats_mutex must be held
 void hobbit_flush_stall(hobbit_context & ctx);

@@ -18,6 +18,12 @@ static const struct { const char * name; uint64_t hobbit_counters::* member; } f
     { "read_bytes_high", &hobbit_counters::read_bytes_high },
     { "read_bytes_low",  &hobbit_counters::read_bytes_low  },
     { "streamed",        &hobbit_counters::streamed        },
+    { "predicted",       &hobbit_counters::predicted       },
+    { "predicted_right", &hobbit_counters::predicted_right },
+    { "prefetch_issued", &hobbit_counters::prefetch_issued },
+    { "prefetch_used",   &hobbit_counters::prefetch_used   },
+    { "prefetch_wasted", &hobbit_counters::prefetch_wasted },
+    { "prefetch_bytes",  &hobbit_counters::prefetch_bytes  },
     { "stall_us",        &hobbit_counters::stall_us        },
 };
 
@@ -46,6 +52,7 @@ static std::string counters_to_json(const hobbit_counters & c) {
 std::string hobbit_stats_to_json(const hobbit_stats & s, const hobbit_stats_labels & l) {
     std::string text = "{\n  \"version\": 1,\n";
     text += hobbit_format("  \"precision\": \"%s\",\n  \"policy\": \"%s\",\n  \"cache_bytes\": %" PRIu64 ",\n", l.rule.c_str(), l.policy.c_str(), l.cache_bytes);
+    text += hobbit_format("  \"prefetch\": \"%s\",\n", l.prefetch.c_str());
     text += hobbit_format("  \"slots_high\": %d,\n  \"slots_low\": %d,\n  \"resident_high\": %d,\n  \"resident_low\": %d,\n",
             l.n_slots[HOBBIT_HIGH], l.n_slots[HOBBIT_LOW], l.n_used[HOBBIT_HIGH], l.n_used[HOBBIT_LOW]);
     text += hobbit_format("  \"prompt_tokens\": %" PRIu64 ",\n  \"prompt_us\": %" PRIu64 ",\n  \"decode_tokens\": %" PRIu64 ",\n  \"decode_us\": %" PRIu64 ",\n",
@@ -69,7 +76,7 @@ static double per_second(uint64_t n, uint64_t us) {
 std::string hobbit_stats_to_table(const hobbit_stats & s, const hobbit_stats_labels & l) {
     const hobbit_counters c = s.total();
     const uint64_t selected   = c.selected_high + c.selected_low + c.selected_skip;
-    const uint64_t read_bytes = c.read_bytes_high + c.read_bytes_low;
+    const uint64_t read_bytes = c.read_bytes_high + c.read_bytes_low + c.prefetch_bytes;
     const double   mib        = 1024.0 * 1024.0;
 
     std::string t = "\nhobbit: expert cache\n";
@@ -80,7 +87,10 @@ std::string hobbit_stats_to_table(const hobbit_stats & s, const hobbit_stats_lab
     t += hobbit_format("  %-18s %10" PRIu64 "  lookups\n", "skips", c.skips);
     t += hobbit_format("  %-18s %10.2f %% high, %.2f %% low, %.2f %% skipped\n", "selections",
             percent(c.selected_high, selected), percent(c.selected_low, selected), percent(c.selected_skip, selected));
-    t += hobbit_format("  %-18s %10.1f MiB    (%.1f MiB high, %.1f MiB low)\n", "bytes read", read_bytes / mib, c.read_bytes_high / mib, c.read_bytes_low / mib);
+    t += hobbit_format("  %-18s %10.1f MiB    (%.1f MiB high, %.1f MiB low, %.1f MiB ahead)\n", "bytes read",
+            read_bytes / mib, c.read_bytes_high / mib, c.read_bytes_low / mib, c.prefetch_bytes / mib);
+    t += hobbit_format("  %-18s %10" PRIu64 "  experts, %" PRIu64 " used, %" PRIu64 " wasted (%s)\n", "prefetched",
+            c.prefetch_issued, c.prefetch_used, c.prefetch_wasted, l.prefetch.c_str());
     t += hobbit_format("  %-18s %10.1f ms     (%.1f %% of the time)\n", "stall time", c.stall_us / 1e3, percent(c.stall_us, s.prompt_us + s.decode_us));
     t += hobbit_format("  %-18s %10" PRIu64 "\n", "evictions", c.evictions);
     t += hobbit_format("  %-18s %10d  high of %d slots, %d low of %d slots; %.1f MiB in all\n", "resident",

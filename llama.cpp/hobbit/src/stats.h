@@ -24,6 +24,12 @@ struct hobbit_counters {
     uint64_t read_bytes_high  = 0;
     uint64_t read_bytes_low   = 0;
     uint64_t streamed         = 0; // of the misses, those that went past the cache
+    uint64_t predicted        = 0; // experts that the layer before named for this layer
+    uint64_t predicted_right  = 0; // of them, those that the router chose
+    uint64_t prefetch_issued  = 0; // experts read ahead for this layer
+    uint64_t prefetch_used    = 0; // of them, those that the router then chose: they count as hits
+    uint64_t prefetch_wasted  = 0;
+    uint64_t prefetch_bytes   = 0; // read ahead, used or not; not in read_bytes
     uint64_t stall_us         = 0; // the first compute thread waited for bytes
 
     void add(const hobbit_counters & other);
@@ -47,6 +53,7 @@ struct hobbit_stats_labels {
     std::string          rule;
     std::string          policy;
     uint64_t             cache_bytes;
+    std::string          prefetch;   // depth in effect and why
     int                  n_slots[2]; // low, high
     int                  n_used [2];
     std::vector<int32_t> blocks;     // layer -> N in blk.N

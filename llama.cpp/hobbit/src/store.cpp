@@ -38,9 +38,20 @@ const char * hobbit_gguf_str(const gguf_context * meta, const char * key) {
 //
 
 hobbit_file::~hobbit_file() {
-    if (fd >= 0) {
-        close(fd);
+    for (int f : { fd, fd_direct }) {
+        if (f >= 0) {
+            close(f);
+        }
     }
+}
+
+bool hobbit_file::open_direct() {
+#if defined(__linux__) && defined(O_DIRECT)
+    if (fd_direct < 0) {
+        fd_direct = open(hobbit_format("/proc/self/fd/%d", fd).c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    }
+#endif
+    return fd_direct >= 0;
 }
 
 static int64_t mtime_of(const struct stat & st) {
@@ -125,6 +136,34 @@ bool hobbit_file_read(const hobbit_file & file, uint64_t offset, void * dst, siz
     return true;
 }
 
+bool hobbit_source_read(const hobbit_source & source, uint64_t offset, char * dst, uint64_t size, std::string & err) {
+    const hobbit_file & file = *source.file;
+    if (file.fd_direct < 0) {
+        const bool ok = hobbit_file_read(file, offset, dst, size, err);
+#ifdef POSIX_FADV_DONTNEED
+        if (ok && file.drop_cached) {
+            posix_fadvise(file.fd, offset, size, POSIX_FADV_DONTNEED);
+        }
+#endif
+        return ok;
+    }
+    const uint64_t skew  = offset % HOBBIT_DIRECT_ALIGN;
+    const uint64_t whole = (skew + size + HOBBIT_DIRECT_ALIGN - 1) / HOBBIT_DIRECT_ALIGN * HOBBIT_DIRECT_ALIGN;
+    uint64_t done = 0;
+    while (done < skew + size) {
+        const ssize_t n = pread(file.fd_direct, dst - skew + done, whole - done, offset - skew + done);
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0 || (n % HOBBIT_DIRECT_ALIGN != 0 && done + n < skew + size)) {
+            // the end of the file, or a file system that wants more alignment: the other way knows, or says why not
+            return hobbit_file_read(file, offset, dst, size, err);
+        }
+        done += n;
+    }
+    return true;
+}
+
 //
 // tensors
 //
@@ -150,10 +189,22 @@ static bool parse_expert_name(const char * name, int & block, hobbit_role & role
     return false;
 }
 
-static bool is_router_name(const char * name) {
-    const char * suffix = ".ffn_gate_inp.weight";
-    const size_t n = strlen(name);
-    return n > strlen(suffix) && strcmp(name + n - strlen(suffix), suffix) == 0;
+static bool has_suffix(const std::string & name, const std::string & suffix) {
+    return name.size() > suffix.size() && name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
+}
+
+static bool is_router_name(const std::string & name) {
+    return has_suffix(name, ".ffn_gate_inp.weight");
+}
+
+static bool is_aux_name(const std::string & name) {
+    for (const char * suffix : { ".ffn_gate_inp.bias", ".exp_probs_b.bias", ".ffn_norm.weight", ".ffn_norm.bias", ".ffn_norm_exps.weight",
+                                 ".post_attention_norm.weight", ".post_attention_norm.bias" }) {
+        if (has_suffix(name, suffix)) {
+            return true;
+        }
+    }
+    return is_router_name(name);
 }
 
 const hobbit_file * hobbit_store::file_of_fd(int fd) {
@@ -172,8 +223,8 @@ const hobbit_file * hobbit_store::file_of_fd(int fd) {
 }
 
 bool hobbit_store::add_tensor(const ggml_tensor * meta, int fd, uint64_t offset) {
-    if (is_router_name(meta->name)) {
-        routers.push_back({ meta->name, meta->type, ggml_nelements(meta), file_of_fd(fd), offset });
+    if (is_aux_name(meta->name)) {
+        aux.push_back({ meta->name, meta->type, ggml_nelements(meta), file_of_fd(fd), offset });
         return false;
     }
 
@@ -198,6 +249,15 @@ hobbit_weight * hobbit_store::find(const std::string & name) {
     for (auto & weight : weights) {
         if (weight->name == name) {
             return weight.get();
+        }
+    }
+    return nullptr;
+}
+
+const hobbit_aux * hobbit_store::find_aux(const std::string & name) const {
+    for (const hobbit_aux & a : aux) {
+        if (a.name == name) {
+            return &a;
         }
     }
     return nullptr;
@@ -234,6 +294,20 @@ bool hobbit_store::finish(std::string & err) {
         layers.push_back(layer);
     }
     return true;
+}
+
+std::vector<float> hobbit_aux_read(const hobbit_aux & aux, std::string & err) {
+    std::vector<uint8_t> raw(ggml_row_size(aux.type, aux.n_elements));
+    if (!aux.file || !hobbit_file_read(*aux.file, aux.offset, raw.data(), raw.size(), err)) {
+        return {};
+    }
+    std::vector<float> values(aux.n_elements);
+    if (aux.type == GGML_TYPE_F32) {
+        memcpy(values.data(), raw.data(), raw.size());
+    } else {
+        ggml_get_type_traits(aux.type)->to_float(raw.data(), values.data(), aux.n_elements);
+    }
+    return values;
 }
 
 //
@@ -289,25 +363,10 @@ static int gguf_int(const gguf_context * gguf, const char * key, int fallback) {
     }
 }
 
-// a router row for row in F32, whatever its type; empty on failure
-static std::vector<float> read_f32(const hobbit_file & file, ggml_type type, uint64_t offset, int64_t n, std::string & err) {
-    std::vector<uint8_t> raw(ggml_row_size(type, n));
-    if (!hobbit_file_read(file, offset, raw.data(), raw.size(), err)) {
-        return {};
-    }
-    std::vector<float> values(n);
-    if (type == GGML_TYPE_F32) {
-        memcpy(values.data(), raw.data(), raw.size());
-    } else {
-        ggml_get_type_traits(type)->to_float(raw.data(), values.data(), n);
-    }
-    return values;
-}
-
-bool hobbit_store::same_routers(const std::vector<router> & low, const std::string & path, std::string & err) const {
+bool hobbit_store::same_routers(const std::vector<hobbit_aux> & low, const std::string & path, std::string & err) const {
     size_t n_compared = 0;
-    for (const router & ours : routers) {
-        auto it = std::find_if(low.begin(), low.end(), [&](const router & r) { return r.name == ours.name; });
+    for (const hobbit_aux & ours : aux) {
+        auto it = std::find_if(low.begin(), low.end(), [&](const hobbit_aux & r) { return r.name == ours.name; });
         if (it == low.end()) {
             continue;
         }
@@ -316,8 +375,8 @@ bool hobbit_store::same_routers(const std::vector<router> & low, const std::stri
                     path.c_str(), ours.name.c_str(), it->n_elements, ours.n_elements);
             return false;
         }
-        const std::vector<float> a = read_f32(*ours.file, ours.type, ours.offset, ours.n_elements, err);
-        const std::vector<float> b = read_f32(*it->file,  it->type,  it->offset,  it->n_elements,  err);
+        const std::vector<float> a = hobbit_aux_read(ours, err);
+        const std::vector<float> b = hobbit_aux_read(*it, err);
         if (a.empty() || b.empty()) {
             return false;
         }
@@ -364,7 +423,7 @@ bool hobbit_store::open_low(const std::string & path, const gguf_context * high_
         return false;
     }
 
-    std::vector<router> low_routers;
+    std::vector<hobbit_aux> low_routers;
     std::string low_arch;
     std::string low_pair_id;
 

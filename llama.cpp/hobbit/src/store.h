@@ -29,26 +29,45 @@ enum hobbit_role : int8_t {
 // index into the per-precision arrays below
 enum { HOBBIT_LOW, HOBBIT_HIGH, HOBBIT_N_PRECISIONS };
 
+// direct reads start and end at multiples of this, in the file and in memory
+constexpr uint64_t HOBBIT_DIRECT_ALIGN = 4096;
+
 struct hobbit_file {
-    int         fd = -1;
+    int         fd        = -1;
+    int         fd_direct = -1; // opened for reads past the page cache; -1: read through it
     std::string path;
     uint64_t    size     = 0; // bytes, at load
     int64_t     mtime_ns = 0;
+    bool        drop_cached = false; // advise the page cache to forget what was read
 
     hobbit_file() = default;
     hobbit_file(const hobbit_file &) = delete;
     ~hobbit_file();
 
+    // false if the file system cannot do it; reads then go through the page cache
+    bool open_direct();
+
     // empty if size and modification time are those of the load, else what changed
     std::string changed() const;
 };
 
-// one copy of an expert weight: expert e is the expert_bytes bytes at offset + e * expert_bytes
+// one copy of an expert weight: expert e is the expert_bytes bytes at offset + e * expert_bytes.
+// A direct read brings whole aligned blocks of the file. So an expert needs place_bytes() of memory at an aligned address, and its
+// first byte lands skew(e) bytes into it: no byte is copied, whatever the file's alignment.
 struct hobbit_source {
     const hobbit_file * file = nullptr; // NULL: this precision does not exist
     ggml_type           type = GGML_TYPE_COUNT;
     uint64_t            offset       = 0;
     uint64_t            expert_bytes = 0;
+
+    uint64_t skew(int expert) const {
+        return file->fd_direct >= 0 ? (offset + expert * expert_bytes) % HOBBIT_DIRECT_ALIGN : 0;
+    }
+    bool aligned() const { return offset % HOBBIT_DIRECT_ALIGN == 0 && expert_bytes % HOBBIT_DIRECT_ALIGN == 0; }
+    uint64_t place_bytes() const {
+        const uint64_t align = HOBBIT_DIRECT_ALIGN;
+        return file->fd_direct < 0 ? (expert_bytes + 63) / 64 * 64 : (expert_bytes + align - 1) / align * align + (aligned() ? 0 : align);
+    }
 };
 
 // one expert weight tensor, all experts of one role in one layer
@@ -67,12 +86,25 @@ struct hobbit_layer {
     const hobbit_weight * weight[HOBBIT_N_ROLES] = {};
 };
 
+// a small tensor that the engine reads itself: routers, and the norms and biases around them
+struct hobbit_aux {
+    std::string         name;
+    ggml_type           type;
+    int64_t             n_elements;
+    const hobbit_file * file;
+    uint64_t            offset;
+};
+
+// its values in F32; empty on failure, and err says why
+std::vector<float> hobbit_aux_read(const hobbit_aux & aux, std::string & err);
+
 class hobbit_store {
   public:
     // true if the tensor is a routed expert weight. fd is duplicated; offset counts from the start of its file
     bool add_tensor(const ggml_tensor * meta, int fd, uint64_t offset);
 
-    hobbit_weight * find(const std::string & name);
+    hobbit_weight *    find    (const std::string & name);
+    const hobbit_aux * find_aux(const std::string & name) const;
 
     // numbers the layers; false if there is nothing to manage or a layer is incomplete
     bool finish(std::string & err);
@@ -89,18 +121,10 @@ class hobbit_store {
     std::vector<std::unique_ptr<hobbit_file>>   files;
 
   private:
-    struct router {
-        std::string         name;
-        ggml_type           type;
-        int64_t             n_elements;
-        const hobbit_file * file;
-        uint64_t            offset;
-    };
-
     const hobbit_file * file_of_fd(int fd);
-    bool same_routers(const std::vector<router> & low, const std::string & path, std::string & err) const;
+    bool same_routers(const std::vector<hobbit_aux> & low, const std::string & path, std::string & err) const;
 
-    std::vector<router> routers;
+    std::vector<hobbit_aux> aux;
     std::vector<std::pair<int, const hobbit_file *>> fds; // the loader's descriptor -> our copy of it
     int         n_expert_max = 0;
 };
@@ -111,5 +135,9 @@ std::string hobbit_format(const char * fmt, ...) __attribute__((format(printf, 1
 // NULL: not there, or not a string
 const char * hobbit_gguf_str(const gguf_context * meta, const char * key);
 
-// reads size bytes at offset; on failure says what is wrong with the file
+// reads size bytes at offset into dst, directly if the file is open for it: then dst is as misaligned as offset is, and memory up to
+// the aligned blocks around it is written too. On failure says what is wrong with the file
+bool hobbit_source_read(const hobbit_source & source, uint64_t offset, char * dst, uint64_t size, std::string & err);
+
+// reads size bytes at offset through the page cache; on failure says what is wrong with the file
 bool hobbit_file_read(const hobbit_file & file, uint64_t offset, void * dst, size_t size, std::string & err);

@@ -1,0 +1,186 @@
+#include "prefetch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+//
+// router bank
+//
+
+// in F32 whatever its type; empty if there is no such tensor or it cannot be read
+static std::vector<float> read_aux(const hobbit_store & store, const std::string & name) {
+    const hobbit_aux * aux = store.find_aux(name);
+    std::string err;
+    return aux ? hobbit_aux_read(*aux, err) : std::vector<float>();
+}
+
+bool hobbit_router_bank::load(const hobbit_store & store, std::string & why) {
+    for (const hobbit_layer & managed : store.layers) {
+        const std::string blk = hobbit_format("blk.%d.", managed.block);
+
+        const std::vector<float> router = read_aux(store, blk + "ffn_gate_inp.weight");
+        std::vector<float>       norm   = read_aux(store, blk + "ffn_norm.weight");
+        std::vector<float>       norm_b = read_aux(store, blk + "ffn_norm.bias");
+        if (norm.empty()) {
+            norm   = read_aux(store, blk + "post_attention_norm.weight");
+            norm_b = read_aux(store, blk + "post_attention_norm.bias");
+        }
+        if (store.find_aux(blk + "ffn_norm_exps.weight") || norm.empty() || router.size() != norm.size() * managed.n_expert) {
+            why = hobbit_format("the input of block %d's router is not the normalised FFN input", managed.block);
+            return false;
+        }
+        if (n_cols != 0 && n_cols != (int) norm.size()) {
+            why = hobbit_format("block %d's router has %zu inputs, others %d", managed.block, norm.size(), n_cols);
+            return false;
+        }
+        n_cols = (int) norm.size();
+
+        layer l;
+        l.n_expert = managed.n_expert;
+        l.norm_b   = norm_b;
+        l.select_b = read_aux(store, blk + "exp_probs_b.bias");
+        l.constant = read_aux(store, blk + "ffn_gate_inp.bias");
+        l.constant.resize(l.n_expert, 0.0f);
+        l.unnorm.resize(n_cols);
+        for (int i = 0; i < n_cols; ++i) {
+            l.unnorm[i] = std::fabs(norm[i]) > 1e-6f ? 1.0f / norm[i] : 0.0f;
+        }
+        l.rows.resize((size_t) l.n_expert * n_cols);
+        l.scale.resize(l.n_expert);
+        std::vector<float> row(n_cols);
+        for (int e = 0; e < l.n_expert; ++e) {
+            float most = 0.0f;
+            for (int i = 0; i < n_cols; ++i) {
+                row[i] = router[(size_t) e * n_cols + i] * norm[i];
+                most   = std::max(most, std::fabs(row[i]));
+                if (!norm_b.empty()) {
+                    l.constant[e] += router[(size_t) e * n_cols + i] * norm_b[i];
+                }
+            }
+            l.scale[e] = most / 127.0f;
+            for (int i = 0; i < n_cols; ++i) {
+                l.rows[(size_t) e * n_cols + i] = (int8_t) std::lround(most > 0.0f ? row[i] / l.scale[e] : 0.0f);
+            }
+        }
+        layers.push_back(std::move(l));
+    }
+    return true;
+}
+
+size_t hobbit_router_bank::bytes() const {
+    size_t size = 0;
+    for (const layer & l : layers) {
+        size += l.rows.size() + sizeof(float) * (l.scale.size() + l.constant.size() + l.unnorm.size() + l.norm_b.size() + l.select_b.size());
+    }
+    return size;
+}
+
+void hobbit_router_bank::logits(int from, int to, const float * x, float * out) const {
+    const layer & f = layers[from];
+    const layer & t = layers[to];
+
+    thread_local std::vector<float> bare;
+    bare.resize(n_cols);
+    for (int i = 0; i < n_cols; ++i) {
+        bare[i] = (f.norm_b.empty() ? x[i] : x[i] - f.norm_b[i]) * f.unnorm[i];
+    }
+    for (int e = 0; e < t.n_expert; ++e) {
+        const int8_t * row = t.rows.data() + (size_t) e * n_cols;
+        // independent sums, so that the compiler may use vectors
+        float sum[8] = {};
+        int   i = 0;
+        for (; i + 8 <= n_cols; i += 8) {
+            for (int k = 0; k < 8; ++k) {
+                sum[k] += bare[i + k] * row[i + k];
+            }
+        }
+        for (; i < n_cols; ++i) {
+            sum[0] += bare[i] * row[i];
+        }
+        out[e] = t.scale[e] * std::accumulate(sum, sum + 8, 0.0f) + t.constant[e];
+    }
+}
+
+void hobbit_router_bank::predict(int from, int to, const float * x, int n_used, int32_t * ids, float * weights) const {
+    const layer & t = layers[to];
+
+    thread_local std::vector<float>   score;
+    thread_local std::vector<float>   select;
+    thread_local std::vector<int32_t> order;
+    score.resize(t.n_expert);
+    order.resize(t.n_expert);
+    logits(from, to, x, score.data());
+
+    // a router with a selection bias uses a sigmoid, the others a softmax, which is the exponential up to a factor
+    const float most = *std::max_element(score.begin(), score.end());
+    for (float & s : score) {
+        s = t.select_b.empty() ? std::exp(s - most) : 1.0f / (1.0f + std::exp(-s));
+    }
+    select = score;
+    for (size_t e = 0; e < t.select_b.size() && e < select.size(); ++e) {
+        select[e] += t.select_b[e];
+    }
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + n_used, order.end(), [](int a, int b) { return select[a] > select[b]; });
+
+    float sum = 0.0f;
+    for (int k = 0; k < n_used; ++k) {
+        sum += score[order[k]];
+    }
+    for (int k = 0; k < n_used; ++k) {
+        ids[k]     = order[k];
+        weights[k] = sum > 0.0f ? score[order[k]] / sum : 1.0f / n_used;
+    }
+}
+
+//
+// governor
+//
+
+static constexpr int   WINDOW     = 128;   // prefetched experts between two decisions
+static constexpr int   RETRY      = 64;    // steps until prefetching that was turned off is tried again
+static constexpr float USED_LEAST = 0.5f;  // share of used prefetches below which to look less far
+static constexpr float USED_MORE  = 0.75f; // and above which to look further
+static constexpr float BUSY_MOST  = 0.95f; // with the disk kept this busy by demands, a prefetch only delays them
+
+void hobbit_governor::init(int most, bool adapt) {
+    depth_max = most;
+    depth_now = adapt ? std::min(1, most) : most;
+    adaptive  = adapt;
+    why       = most == 0 ? "off" : adapt ? "on trial" : "fixed";
+}
+
+void hobbit_governor::step(int n_used, int n_wasted, float demand_share) {
+    if (!adaptive) {
+        return;
+    }
+    busy = 0.9f * busy + 0.1f * demand_share;
+    if (depth_now == 0) {
+        if (--wait <= 0) {
+            depth_now = std::min(1, depth_max);
+            why = "on trial again";
+        }
+        return;
+    }
+    used   += n_used;
+    wasted += n_wasted;
+    if (used + wasted < WINDOW) {
+        return;
+    }
+    const float share = (float) used / (used + wasted);
+    used = wasted = 0;
+    if (busy > BUSY_MOST) {
+        depth_now = 0;
+        why = hobbit_format("off: demands keep the disk busy %.0f %% of the time", 100.0f * busy);
+    } else if (share < USED_LEAST) {
+        depth_now--;
+        why = hobbit_format("%s: %.0f %% of what was prefetched was used", depth_now == 0 ? "off" : "less far", 100.0f * share);
+    } else if (share > USED_MORE && depth_now < depth_max) {
+        depth_now++;
+        why = hobbit_format("further: %.0f %% of what was prefetched was used", 100.0f * share);
+    } else {
+        why = hobbit_format("on: %.0f %% of what was prefetched was used", 100.0f * share);
+    }
+    wait = depth_now == 0 ? RETRY : 0;
+}

@@ -1,0 +1,63 @@
+// prefetch: which experts the next layers will want, guessed from the input of this layer's router.
+//
+// Consecutive layers see much the same hidden state, so that layer l's router input, put to layer l+1's router, names most of its
+// experts (HOBBIT section 3.3). The routers of all layers lie in one bank, 8 bits per weight with a scale per row, with the norm weights
+// that precede each router folded in; the input is divided by its own layer's norm weights first. The governor watches what
+// prefetching brings and sets how far ahead to look.
+
+#pragma once
+
+#include "store.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+class hobbit_router_bank {
+  public:
+    // reads the routers and norms of all managed layers; false: prediction is off, why says so
+    bool load(const hobbit_store & store, std::string & why);
+
+    // x[n_embd]: the router input of layer from. out[n_expert]: raw logits of layer to's router on it
+    void logits(int from, int to, const float * x, float * out) const;
+    // the experts that layer to would choose, best first, and their gate weights (sum 1). ids and weights have n_used entries
+    void predict(int from, int to, const float * x, int n_used, int32_t * ids, float * weights) const;
+
+    int    n_embd() const { return n_cols; }
+    size_t bytes()  const;
+
+  private:
+    struct layer {
+        int                 n_expert = 0;
+        std::vector<int8_t> rows;     // [n_expert * n_cols], norm weights folded in
+        std::vector<float>  scale;    // [n_expert]
+        std::vector<float>  constant; // [n_expert]: from norm and router biases
+        std::vector<float>  unnorm;   // [n_cols]: 1 / norm weight
+        std::vector<float>  norm_b;   // [n_cols], may be empty
+        std::vector<float>  select_b; // [n_expert], may be empty: added to the sigmoid for the choice (DeepSeek-V3)
+    };
+    int                n_cols = 0;
+    std::vector<layer> layers;
+};
+
+// How far to look ahead: 0 (off) .. max. Pure bookkeeping, fed once per step.
+class hobbit_governor {
+  public:
+    void init(int depth_max, bool adaptive);
+
+    int depth() const { return depth_now; }
+    const std::string & reason() const { return why; }
+
+    // what this step's prefetches came to, in experts, and the share of the step's time in which demands kept the disk busy
+    void step(int used, int wasted, float demand_share);
+
+  private:
+    int         depth_max = 0;
+    int         depth_now = 0;
+    bool        adaptive  = false;
+    int         used      = 0;
+    int         wasted    = 0;
+    float       busy      = 0.0f; // running mean of demand_share
+    int         wait      = 0;    // steps until the next trial, when off
+    std::string why = "off";
+};
