@@ -166,7 +166,6 @@ def _declare(lib: ctypes.CDLL) -> None:
     f("ggml_version", c_char_p)
     f("ggml_commit", c_char_p)
     f("ggml_get_type_traits", POINTER(_TypeTraits), c_int)
-    f("ggml_row_size", c_size_t, c_int, c_int64)
     f("ggml_quantize_chunk", c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)
     f("ggml_quantize_requires_imatrix", c_bool, c_int)
     f("ggml_validate_row_data", c_bool, c_int, c_void_p, c_size_t)
@@ -175,10 +174,8 @@ def _declare(lib: ctypes.CDLL) -> None:
     f("ggml_free", None, c_void_p)
     f("ggml_new_tensor", c_void_p, c_void_p, c_int, c_int, POINTER(c_int64))
     f("ggml_set_name", c_void_p, c_void_p, c_char_p)
-    f("gguf_init_empty", c_void_p)
     f("gguf_init_from_buffer", c_void_p, c_void_p, c_size_t, _GgufInitParams)
     f("gguf_free", None, c_void_p)
-    f("gguf_get_version", c_uint32, c_void_p)
     f("gguf_get_alignment", c_size_t, c_void_p)
     f("gguf_get_data_offset", c_size_t, c_void_p)
     f("gguf_get_n_kv", c_int64, c_void_p)
@@ -458,10 +455,6 @@ class GgufContext:
     @property
     def n_tensors(self) -> int:
         return int(self._lib.gguf_get_n_tensors(self._handle))
-
-    def tensor_offset(self, i: int) -> int:
-        """Offset of tensor `i` from the start of the data section, in bytes."""
-        return int(self._lib.gguf_get_tensor_offset(self._handle, i))
 
     def tensor_info(self, i: int) -> tuple[str, int, tuple[int, ...], int, int]:
         """(name, type number, ne[4], offset, bytes) of tensor `i`, as ggml understands them."""

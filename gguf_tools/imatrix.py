@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.errors import ExitCode, ToolError
+from gguf_tools.errors import ToolError
 from gguf_tools.ggml import F32Array
 from gguf_tools.header import open_regular
 from gguf_tools.model import GgufFile
@@ -129,7 +129,3 @@ def _read_legacy(path: Path, size: int) -> Imatrix:
             values = np.frombuffer(take(4 * n_values, f"entry {i}"), "<f4").copy()
             result.entries[name] = values / np.float32(n_calls) if n_calls > 0 else values
     return result
-
-
-def usage_error(message: str) -> ToolError:
-    return ToolError(message, code=ExitCode.USAGE)

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools import ggml
-from gguf_tools.errors import ExitCode, ToolError, io_error
+from gguf_tools.errors import ExitCode, ToolError
 from gguf_tools.ggml import GgufContext, TensorType
 from gguf_tools.header import Header, TensorInfo, open_regular, read_header
 
@@ -408,25 +407,3 @@ def layers_of(experts: list[ExpertTensor]) -> dict[int, list[ExpertTensor]]:
     for e in experts:
         layers.setdefault(e.layer, []).append(e)
     return layers
-
-
-def check_readable(path: Path) -> None:
-    """Raise if `path` does not exist or cannot be read."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        raise io_error(error, "cannot open", path) from None
-
-
-__all__ = [
-    "ROLES",
-    "SPLIT_KEYS",
-    "ExpertTensor",
-    "GgufFile",
-    "Model",
-    "Segment",
-    "check_readable",
-    "ggml",
-    "layers_of",
-    "open_model",
-]

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gguf_models import ARR, STR, U32, Gguf, Moe, Tensor
+from gguf_models import ARR, ROOT, STR, U32, Gguf, Moe, Tensor
 
 from gguf_tools import ggml
 from gguf_tools.errors import ExitCode, ToolError
 from gguf_tools.header import read_header
+
+VOCABULARIES = sorted((ROOT / "build" / "llama.cpp-src" / "models").glob("ggml-vocab-*.gguf"))
 
 
 def refuse(path: Path, match: str, code: ExitCode = ExitCode.MALFORMED) -> None:
@@ -39,6 +41,17 @@ def test_header_agrees_with_ggml(tmp_path: Path) -> None:
             name, kind, ne, offset, size = ctx.tensor_info(i)
             assert (name, kind, size) == (t.name, t.type.index, t.size)
             assert ne == t.ne + (1,) * (4 - len(t.ne)) and offset + header.data_offset == t.offset
+
+
+@pytest.mark.parametrize("path", VOCABULARIES, ids=lambda path: path.stem)
+def test_real_vocabularies_are_accepted_and_written_back(path: Path) -> None:
+    header = read_header(path)
+    with ggml.GgufContext.from_header(header.raw) as ctx:
+        assert ctx.meta_bytes()[: header.kv_end] == header.raw[: header.kv_end]
+
+
+def test_there_are_real_vocabularies() -> None:
+    assert len(VOCABULARIES) >= 15, "the prepared llama.cpp source is missing: make build"
 
 
 def test_number_of_types_is_that_of_the_library() -> None:
