@@ -187,7 +187,7 @@ def header_of(data: bytes) -> int:
     return fields(data)[-1][0] + 8
 
 
-@fuzz(1500)
+@fuzz(1200)
 @given(which=st.integers(0, len(MODELS) - 1), steps=mutations())
 def test_damaged_models(
     which: int, steps: list[tuple[str, int, int, bytes]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -220,7 +220,7 @@ def test_damaged_shards(
         outcome(capfd, "pair", shards[1], "-o", tmp_path / "out", "--dry-run", "-q")
 
 
-@fuzz(900)
+@fuzz(800)
 @given(which=st.sampled_from(["base", "experts-F16", "experts-Q4_0"]), steps=mutations())
 def test_damaged_pairs(
     which: str, steps: list[tuple[str, int, int, bytes]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
