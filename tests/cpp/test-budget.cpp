@@ -63,7 +63,7 @@ static void memory_of_this_machine_makes_sense() {
     CHECK(mem.limit > (64u << 20));
     CHECK(mem.used < mem.limit);
     CHECK(hobbit_memory_margin(8ull << 30) == 1ull << 30);
-    CHECK(hobbit_memory_margin(1ull << 30) == 256ull << 20);
+    CHECK(hobbit_memory_margin(1ull << 29) == 96ull << 20);
 }
 
 int main() {

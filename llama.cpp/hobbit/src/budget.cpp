@@ -74,7 +74,7 @@ hobbit_memory hobbit_memory_now() {
 }
 
 uint64_t hobbit_memory_margin(uint64_t limit) {
-    return std::max<uint64_t>(limit / 8, 256ull << 20);
+    return std::max<uint64_t>(limit / 8, 96ull << 20);
 }
 
 static constexpr int N_RING_MIN = 2; // one place computes while the other fills

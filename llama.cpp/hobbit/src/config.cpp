@@ -15,7 +15,7 @@
 static const hobbit_option options[HOBBIT_N_OPTIONS] = {
     HOBBIT_OPTION("cache", "CACHE", "SIZE",
         "memory for routed experts, in MiB or with a unit (512MiB, 4GiB), or auto: what the memory limit of the process's\n"
-        "cgroup leaves once the other weights are loaded, minus 1/8 of the limit (at least 256 MiB). Any --hobbit option\n"
+        "cgroup leaves once the other weights are loaded, minus 1/8 of the limit (at least 96 MiB). Any --hobbit option\n"
         "turns expert caching on (default: auto)"),
     HOBBIT_OPTION("low", "LOW", "FILE",
         "GGUF of the same model whose experts serve as the low-precision copies; any shard of a sharded file"),
