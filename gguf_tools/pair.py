@@ -56,6 +56,7 @@ from gguf_tools.output import (
     make_folder,
     peek_journal,
 )
+from gguf_tools.pairfile import plain_name
 from gguf_tools.types import FILE_TYPES, HIGH_TYPES, NEED_IMATRIX, Choice, choose, low_type
 
 EXPERT_ALIGNMENT = 4096  # bytes: a page, and the largest block of a disk that direct reads must respect
@@ -90,7 +91,7 @@ class ExpertFile:
     @property
     def kept(self) -> bool:
         """Whether every tensor has the source's own bytes."""
-        return all(c.kind == "kept" or (not c.kind and c.reason == "same") for c in self.choices.values())
+        return all(c.same for c in self.choices.values())
 
 
 @dataclass
@@ -158,9 +159,7 @@ def plan_pair(options: PairOptions) -> PairPlan:
         raise ToolError("at least one --low type is needed", code=ExitCode.USAGE)
     if options.low_only and options.high is not None:
         raise ToolError("--low-only makes no high file: leave out --high", code=ExitCode.USAGE)
-    if options.name is not None and (
-        not options.name or options.name != os.path.basename(options.name) or options.name.startswith(".")
-    ):
+    if options.name is not None and (not plain_name(options.name) or options.name.startswith(".")):
         raise ToolError(f"--name {show(options.name)} is not a plain file name", code=ExitCode.USAGE)
     lows = [low_type(name) for name in options.low]
     imatrix = read_imatrix(options.imatrix) if options.imatrix else None
@@ -184,11 +183,11 @@ def _plan(options: PairOptions, model: Model, lows: Sequence[TensorType], imatri
     files: list[ExpertFile] = []
     if not options.low_only:
         high = _high_type(options.high, experts)
-        choices = {e.name: _mark_same(e, choose(e, high)) for e in experts}
+        choices = {e.name: choose(e, high) for e in experts}
         label = _dominant(experts, choices)
         files.append(ExpertFile("high", label, options.folder / f"{stem}.experts-{label}.gguf", choices))
     for t in lows:
-        choices = {e.name: _mark_same(e, choose(e, t)) for e in experts}
+        choices = {e.name: choose(e, t) for e in experts}
         files.append(ExpertFile("low", t.name, options.folder / f"{stem}.experts-{t.name}.gguf", choices))
     plan = PairPlan(
         options=options,
@@ -230,12 +229,6 @@ def _high_type(wanted: str | None, experts: Sequence[ExpertTensor]) -> TensorTyp
     return None if wanted == "keep" else ggml.type_by_name(wanted)
 
 
-def _mark_same(e: ExpertTensor, choice: Choice) -> Choice:
-    """Note a choice that copies the source's bytes."""
-    same = e.type is not None and e.type.index == choice.type.index
-    return Choice(choice.type, "", "same") if same and not choice.kind else choice
-
-
 def _dominant(experts: Sequence[ExpertTensor], choices: dict[str, Choice]) -> str:
     """The type that holds most bytes: it names the file."""
     sizes: dict[str, int] = {}
@@ -246,17 +239,10 @@ def _dominant(experts: Sequence[ExpertTensor], choices: dict[str, Choice]) -> st
 
 
 def _check_names(plan: PairPlan) -> None:
+    """The base names its experts: only what a reader accepts may be written."""
     for path in plan.outputs:
-        try:
-            valid = (
-                path.name.isprintable() and len(os.fsencode(path.name)) <= 240 and path.name.encode("utf-8") is not None
-            )
-        except UnicodeEncodeError:
-            valid = False
-        if not valid:
-            raise ToolError(
-                "is not a file name that a GGUF string can hold; use --name", file=path, code=ExitCode.USAGE
-            )
+        if not plain_name(path.name):
+            raise ToolError("is not a name that a base file can hold; use --name", file=path, code=ExitCode.USAGE)
 
 
 def _check_imatrix(plan: PairPlan, experts: Sequence[ExpertTensor]) -> None:
@@ -269,7 +255,7 @@ def _check_imatrix(plan: PairPlan, experts: Sequence[ExpertTensor]) -> None:
         lacking.append(e.name)
         for f in plan.files:
             c = f.choices[e.name]
-            if c.type.name in NEED_IMATRIX and c.reason != "same" and c.kind != "kept":
+            if c.type.name in NEED_IMATRIX and not c.same:
                 how = "the imatrix has no data for it" if plan.imatrix else "give one with --imatrix"
                 raise ToolError(
                     f"{c.type.name} needs an importance matrix: {how}",

@@ -30,9 +30,14 @@ from gguf_tools.keys import (
 from gguf_tools.model import ExpertTensor, GgufFile, Model
 
 
+def plain_name(name: str) -> bool:
+    """Whether a base file may name an expert file so: a file of its own folder, on any system, whatever shows it."""
+    return name not in ("", ".", "..") and len(name) <= 240 and name.isprintable() and not set(name) & set("/\\:")
+
+
 def safe_name(name: str, base: Path) -> Path:
     """The path of a file that `base` names; only a plain name in the base's own folder is accepted."""
-    if name in ("", ".", "..") or not name.isprintable() or any(c in name for c in "/\\:"):
+    if not plain_name(name):
         raise ToolError(
             f"names the expert file '{show(name, 120)}', which is not a plain file name in its own folder", file=base
         )

@@ -35,9 +35,10 @@ FILE_TYPES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The type of one tensor in one file. `kind` is '' (as asked), 'kept' or 'fallback'."""
+    """The type of one tensor in one file. `kind` is '' (as asked), 'kept' or 'fallback'; `same`: the source's bytes."""
 
     type: TensorType
+    same: bool
     kind: str = ""
     reason: str = ""
 
@@ -57,13 +58,17 @@ def choose(e: ExpertTensor, wanted: TensorType | None) -> Choice:
     fit the block of the wanted type get what llama-quantize would take.
     """
     source = e.type
+
+    def choice(t: TensorType, kind: str = "", reason: str = "") -> Choice:
+        return Choice(t, source is not None and source.index == t.index, kind, reason)
+
     if wanted is None:
         if source is not None:
-            return Choice(source)
+            return choice(source)
         names = ", ".join(sorted({s.type.name for s in e.segments}))
-        return Choice(ggml.type_by_name("F16"), "fallback", f"its experts have unequal types ({names})")
+        return choice(ggml.type_by_name("F16"), "fallback", f"its experts have unequal types ({names})")
     ne0 = e.ne[0]
-    result = Choice(wanted)
+    result = choice(wanted)
     if ne0 % wanted.block:
         name = _FALLBACK_OF.get(wanted.name)
         if name is None and wanted.block > 32:
@@ -76,11 +81,11 @@ def choose(e: ExpertTensor, wanted: TensorType | None) -> Choice:
         t = ggml.type_by_name(name or "F16")
         if ne0 % t.block:
             t = ggml.type_by_name("F16")
-        result = Choice(t, "fallback", f"rows of {ne0} are not a multiple of {wanted.name}'s block of {wanted.block}")
+        result = choice(t, "fallback", f"rows of {ne0} are not a multiple of {wanted.name}'s block of {wanted.block}")
     if source is not None and source.is_quantized and source.row_bytes(ne0) <= result.type.row_bytes(ne0):
         if source.index == wanted.index:
-            return Choice(source)
-        return Choice(source, "kept", f"the source is {source.name}, no larger than {result.type.name}")
+            return choice(source)
+        return choice(source, "kept", f"the source is {source.name}, no larger than {result.type.name}")
     for s in e.segments:
         if s.type.index != result.type.index and not ggml.can_dequantize(s.type):
             raise ToolError(f"ggml cannot expand {s.type.name}", tensor=s.name, code=ExitCode.UNSUPPORTED)

@@ -425,3 +425,11 @@ def test_trailing_gguf_in_a_tensor_is_data(tmp_path: Path) -> None:
     t = model.tensors[2]
     model.tensors[2] = type(t)(t.name, t.type, t.ne, b"GGUF" + t.data[4:])
     make_pair(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("stem", ["qwen3:30b", "back\\slash", "x" * 245])
+def test_names_that_a_reader_would_refuse_are_not_written(stem: str, tmp_path: Path) -> None:
+    source = Moe().build().write(tmp_path / f"{stem}.gguf")
+    with pytest.raises(ToolError, match="use --name"):
+        plan_pair(PairOptions(source, tmp_path / "out"))
+    make_pair(source, tmp_path / "out", name="m")
