@@ -18,6 +18,7 @@ import json
 import math
 import mmap
 import os
+import statistics
 import threading
 import time
 from collections import OrderedDict
@@ -252,6 +253,26 @@ def read_stats(path: Path, high: float, low: float) -> Observed:
     )
 
 
+def _by_cache(runs: Sequence[Observed]) -> list[Observed]:
+    """One observation for each cache size, ascending: the medians of its runs."""
+    groups: dict[int, list[Observed]] = {}
+    for o in runs:
+        groups.setdefault(o.cache, []).append(o)
+    median = statistics.median
+    return [
+        Observed(
+            cache=cache,
+            hits=median(o.hits for o in group),
+            high_missed=median(o.high_missed for o in group),
+            low_missed=median(o.low_missed for o in group),
+            computing=median(o.computing for o in group),
+            rate=median(o.rate for o in group),
+            mix=group[0].mix,
+        )
+        for cache, group in sorted(groups.items())
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
@@ -351,15 +372,15 @@ def make_plan(
     events = read_trace(trace) if trace else None
     paired = len(info.labels) > 1
     one = [info.expert_bytes(label) / info.total_experts for label in info.labels[:2]]
-    runs = sorted((read_stats(f, one[0], one[1] if paired else 0.0) for f in stats), key=lambda o: o.cache)
+    runs = _by_cache([read_stats(f, one[0], one[1] if paired else 0.0) for f in stats])
     if mix is None:
         known = runs[len(runs) // 2].mix if runs else events.mix if events else PAIR_MIX
         mix = known if paired else (1.0, 0.0, 0.0)
     if runs and resident_speed is None:
-        resident_speed = 1 / max(1e-9, sum(o.computing for o in runs) / len(runs))
+        resident_speed = 1 / max(1e-9, statistics.median(o.computing for o in runs))
     if rates := [o.rate for o in runs if o.rate]:
         if "disk" not in machine.measured and not machine.vram:
-            machine = replace(machine, disk=sum(rates) / len(rates), measured=(*machine.measured, "disk"))
+            machine = replace(machine, disk=statistics.median(rates), measured=(*machine.measured, "disk"))
     sizes = _sizes(info, mix, paired)
     base, embedding, kv = _resident(path, info, context)
     plan = Plan(

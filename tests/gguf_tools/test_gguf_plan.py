@@ -194,6 +194,7 @@ def stats_file(path: Path, cache: int, missed: int, tokens: int = 100, **changes
 
 def test_runs_decide_misses_speed_and_disk(files: tuple[Path, Path], tmp_path: Path) -> None:
     runs = [stats_file(tmp_path / f"{n}.json", n * HIGH, missed) for n, missed in ((10, 8), (30, 2))]
+    runs += [stats_file(tmp_path / f"slow{i}.json", 10 * HIGH, 8) for i in range(2)]  # medians, so order does not count
     base = make_plan(files[0], replace(SMALL, ram=1 << 30), context=1)
     ram = base.base_bytes + base.kv_bytes + 20 * HIGH
     p = make_plan(files[0], replace(SMALL, ram=ram), context=1, stats=runs)
