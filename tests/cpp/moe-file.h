@@ -24,11 +24,15 @@ struct moe_file {
     int         skip     = -1;            // leave out this layer's down weight
     std::string pair_id;
     bool        routers  = true;
+    bool        norms    = false;
     int         split_no = -1;            // >= 0: only the layers i with i % split_count == split_no, with split keys
     int         split_count = 0;
 
     // the value that every weight of an expert holds
     static float value(int layer, int role, int expert) { return (float) (layer * 100 + role * 10 + expert); }
+
+    static float norm(int layer, int i) { return 0.5f + 0.1f * (float) ((layer * 5 + i * 3) % 11); }
+    float router_value(int layer, int64_t i) const { return router * (float) ((i * 31 + layer * 17) % 23 - 11); }
 
     void write(const std::string & path) const {
         ggml_init_params params = { 64u << 20, nullptr, false };
@@ -51,7 +55,15 @@ struct moe_file {
                 ggml_tensor * t = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_embd, n_expert);
                 ggml_format_name(t, "blk.%d.ffn_gate_inp.weight", layer);
                 for (int64_t i = 0; i < n_embd * n_expert; ++i) {
-                    ((float *) t->data)[i] = router * (float) (i % 7 - 3);
+                    ((float *) t->data)[i] = router_value(layer, i);
+                }
+                gguf_add_tensor(gguf, t);
+            }
+            if (norms) {
+                ggml_tensor * t = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_embd);
+                ggml_format_name(t, "blk.%d.ffn_norm.weight", layer);
+                for (int64_t i = 0; i < n_embd; ++i) {
+                    ((float *) t->data)[i] = norm(layer, (int) i);
                 }
                 gguf_add_tensor(gguf, t);
             }

@@ -42,6 +42,141 @@ static void every_piece_arrives() {
     CHECK(loader.take_error() == "");
 }
 
+// a store over a file that is large enough for several blocks per piece, read directly if asked for
+struct big_store {
+    hobbit_store store;
+    bool         direct = false;
+
+    explicit big_store(bool want_direct) {
+        moe_file model;
+        model.n_layer  = 1;
+        model.n_expert = 6;
+        model.n_embd   = 768;
+        model.n_ff     = 1100; // 3.2 MiB per weight, and no expert starts where a block does
+        model.write(dir / "big.gguf");
+        const int fd = open((dir / "big.gguf").c_str(), O_RDONLY);
+        show_all_tensors(store, dir / "big.gguf", fd);
+        close(fd);
+        if (want_direct) {
+            direct = store.files[0]->open_direct();
+        }
+    }
+};
+
+// memory for one piece, aligned as a direct read wants it
+struct place {
+    std::vector<char>    memory;
+    std::atomic<uint8_t> state { HOBBIT_PIECE_ABSENT };
+    const hobbit_weight * weight;
+    int                  expert;
+
+    place(const hobbit_weight * weight, int expert) :
+        memory(weight->source[HOBBIT_HIGH].place_bytes() + HOBBIT_DIRECT_ALIGN), weight(weight), expert(expert) {}
+
+    char * data() {
+        const uintptr_t aligned = ((uintptr_t) memory.data() + HOBBIT_DIRECT_ALIGN - 1) / HOBBIT_DIRECT_ALIGN * HOBBIT_DIRECT_ALIGN;
+        return (char *) aligned + weight->source[HOBBIT_HIGH].skew(expert);
+    }
+    hobbit_read read() { return { weight, HOBBIT_HIGH, expert, data(), &state }; }
+    bool right() {
+        const float * values = (const float *) data();
+        for (size_t i = 0; i < weight->source[HOBBIT_HIGH].expert_bytes / sizeof(float); ++i) {
+            if (values[i] != moe_file::value(weight->block, weight->role, expert)) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+static void direct_and_buffered_reads_bring_the_same_bytes() {
+    for (bool direct : { false, true }) {
+        big_store s(direct);
+        printf("  direct reads %s\n", direct ? (s.direct ? "tried" : "not possible here") : "off");
+        hobbit_loader loader(3, false);
+        std::deque<place> places;
+        for (const auto & w : s.store.weights) {
+            for (int e = 0; e < 6; ++e) {
+                places.emplace_back(w.get(), e);
+                loader.submit(places.back().read(), e % 2 ? HOBBIT_DEMAND : HOBBIT_PREFETCH);
+            }
+        }
+        for (place & p : places) {
+            CHECK(loader.await(p.state) == HOBBIT_PIECE_READY);
+            CHECK(p.right());
+        }
+    }
+}
+
+static void demands_overtake_prefetches_and_cancelled_ones_stop() {
+    big_store s(false);
+    const hobbit_weight * w = s.store.weights[0].get();
+
+    // far more than one thread can read before this one looks again; they share their memory, so that it stays small
+    place scratch(w, 1);
+    std::vector<std::atomic<uint8_t>> ahead(2000);
+    {
+        hobbit_loader loader(1, false);
+        for (auto & state : ahead) {
+            hobbit_read read = scratch.read();
+            read.state = &state;
+            loader.submit(read, HOBBIT_PREFETCH);
+        }
+        place demand(w, 3);
+        loader.submit(demand.read(), HOBBIT_DEMAND);
+        loader.promote(ahead.back());
+        CHECK(loader.await(demand.state) == HOBBIT_PIECE_READY);
+        CHECK(loader.await(ahead.back()) == HOBBIT_PIECE_READY);
+        CHECK(demand.right());
+
+        uint64_t read = 0;
+        for (auto & state : ahead) {
+            read += loader.cancel(state);
+        }
+        int n_ready = 0;
+        for (auto & state : ahead) {
+            loader.await_idle(state);
+            CHECK(state == HOBBIT_PIECE_READY || state == HOBBIT_PIECE_ABSENT);
+            n_ready += state == HOBBIT_PIECE_READY ? 1 : 0;
+        }
+        CHECK(n_ready < (int) ahead.size());
+        CHECK(read < ahead.size() * w->source[HOBBIT_HIGH].expert_bytes / 10); // of what was under way, not of what was queued
+        loader.drain();
+        CHECK(loader.take_error() == "");
+
+        // a cancelled place can be read into again
+        loader.submit(scratch.read(), HOBBIT_DEMAND);
+        CHECK(loader.await(scratch.state) == HOBBIT_PIECE_READY);
+        CHECK(scratch.right());
+    }
+}
+
+static void promote_and_cancel_race_with_the_threads() {
+    big_store s(true);
+    hobbit_loader loader(4, false);
+    for (int round = 0; round < 30; ++round) {
+        std::deque<place> places;
+        for (int e = 0; e < 6; ++e) {
+            for (const auto & w : s.store.weights) {
+                places.emplace_back(w.get(), e);
+                loader.submit(places.back().read(), HOBBIT_PREFETCH);
+            }
+        }
+        for (size_t i = 0; i < places.size(); ++i) {
+            if (i % 3 == (size_t) round % 3) {
+                loader.cancel(places[i].state);
+            } else if (i % 3 == (size_t) (round + 1) % 3) {
+                loader.promote(places[i].state);
+            }
+        }
+        for (size_t i = 0; i < places.size(); ++i) {
+            loader.await_idle(places[i].state);
+            CHECK(places[i].state == HOBBIT_PIECE_READY || i % 3 == (size_t) round % 3);
+            CHECK(places[i].state != HOBBIT_PIECE_READY || places[i].right());
+        }
+    }
+}
+
 static void a_wait_may_come_before_the_read() {
     moe_file().write(dir / "m.gguf");
     const int fd = open((dir / "m.gguf").c_str(), O_RDONLY);
@@ -106,6 +241,9 @@ static void invalid_numbers_fail_only_when_checked() {
 
 int main() {
     every_piece_arrives();
+    direct_and_buffered_reads_bring_the_same_bytes();
+    demands_overtake_prefetches_and_cancelled_ones_stop();
+    promote_and_cancel_race_with_the_threads();
     a_wait_may_come_before_the_read();
     failures_name_file_tensor_and_expert();
     invalid_numbers_fail_only_when_checked();

@@ -1,0 +1,129 @@
+// prefetch: the bank's logits are the next router's on the re-normed input, and the governor follows what pays
+
+#include "check.h"
+#include "moe-file.h"
+
+#include "prefetch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include <fcntl.h>
+
+static temp_dir dir;
+
+static void open_model(const moe_file & model, hobbit_store & store) {
+    const std::string path = dir / "m.gguf";
+    model.write(path);
+    const int fd = open(path.c_str(), O_RDONLY);
+    show_all_tensors(store, path, fd);
+    close(fd);
+    std::string err;
+    CHECK(store.finish(err));
+}
+
+static void logits_are_the_other_layers_router_on_its_own_norm() {
+    moe_file model;
+    model.n_layer  = 3;
+    model.n_expert = 8;
+    model.n_embd   = 40;
+    model.n_ff     = 32;
+    model.norms    = true;
+    hobbit_store store;
+    open_model(model, store);
+
+    hobbit_router_bank bank;
+    std::string why;
+    CHECK(bank.load(store, why));
+    CHECK(bank.n_embd() == 40);
+
+    std::mt19937 rng(5);
+    std::normal_distribution<float> normal;
+    for (int from = 0; from < 3; ++from) {
+        for (int to = 0; to < 3; ++to) {
+            std::vector<float> bare(40), x(40), out(8);
+            for (int i = 0; i < 40; ++i) {
+                bare[i] = normal(rng);
+                x[i]    = bare[i] * moe_file::norm(from, i); // what the graph hands over
+            }
+            bank.logits(from, to, x.data(), out.data());
+            std::vector<float> want(8);
+            for (int e = 0; e < 8; ++e) {
+                float size = 0.0f;
+                for (int i = 0; i < 40; ++i) {
+                    const float term = model.router_value(to, e * 40 + i) * moe_file::norm(to, i) * bare[i];
+                    want[e] += term;
+                    size    += std::fabs(term);
+                }
+                CHECK(std::fabs(out[e] - want[e]) < 0.01f * size); // 8 bits per weight
+            }
+            int32_t ids[3];
+            float   weights[3];
+            bank.predict(from, to, x.data(), 3, ids, weights);
+            CHECK(out[ids[0]] >= out[ids[1]] && out[ids[1]] >= out[ids[2]]);
+            CHECK(out[ids[0]] == *std::max_element(out.begin(), out.end()));
+            CHECK(std::fabs(weights[0] + weights[1] + weights[2] - 1.0f) < 1e-5f);
+            CHECK(weights[0] >= weights[1] && weights[1] >= weights[2]);
+        }
+    }
+}
+
+static void a_model_without_norms_is_not_predicted() {
+    hobbit_store store;
+    open_model({}, store);
+    hobbit_router_bank bank;
+    std::string why;
+    CHECK(!bank.load(store, why));
+    CHECK(why.find("block 0") != std::string::npos);
+}
+
+static void governor_goes_where_it_pays() {
+    hobbit_governor g;
+    g.init(3, true);
+    CHECK(g.depth() == 1);
+    for (int i = 0; i < 100; ++i) {
+        g.step(9, 1, 0.5f);
+    }
+    CHECK(g.depth() == 3);
+    for (int i = 0; i < 1000 && g.depth() > 0; ++i) {
+        g.step(3, 7, 0.5f);
+    }
+    CHECK(g.depth() == 0);
+    CHECK(g.reason().find("30 %") != std::string::npos);
+    // off is not for ever
+    int steps = 0;
+    while (g.depth() == 0 && steps < 1000) {
+        g.step(0, 0, 0.5f);
+        steps++;
+    }
+    CHECK(g.depth() == 1 && steps > 10);
+}
+
+static void governor_stops_when_the_disk_is_busy_anyway() {
+    hobbit_governor g;
+    g.init(2, true);
+    for (int i = 0; i < 1000 && g.depth() > 0; ++i) {
+        g.step(9, 1, 1.0f);
+    }
+    CHECK(g.depth() == 0);
+    CHECK(g.reason().find("busy") != std::string::npos);
+}
+
+static void a_fixed_depth_stays() {
+    hobbit_governor g;
+    g.init(2, false);
+    for (int i = 0; i < 1000; ++i) {
+        g.step(0, 10, 1.0f);
+    }
+    CHECK(g.depth() == 2);
+}
+
+int main() {
+    logits_are_the_other_layers_router_on_its_own_norm();
+    a_model_without_norms_is_not_predicted();
+    governor_goes_where_it_pays();
+    governor_stops_when_the_disk_is_busy_anyway();
+    a_fixed_depth_stays();
+    return check_result("prefetch");
+}
