@@ -33,7 +33,6 @@ from gguf_tools.verify import verify as verify_files
 app = typer.Typer(
     name="gguf-tools",
     help="Pairs of high- and low-precision expert files from any MoE GGUF.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -461,8 +460,9 @@ def run(arguments: list[str] | None = None) -> int:
         _err.print(escape(show(f"gguf-tools: {message}")), soft_wrap=True)
         return code
 
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        status = _command()(args=arguments, prog_name="gguf-tools", standalone_mode=False)
+        status = _command()(args=arguments or ["--help"], prog_name="gguf-tools", standalone_mode=False)
         return int(status) if isinstance(status, int) else ExitCode.OK
     except ToolError as error:
         return fail(str(error), error.code)

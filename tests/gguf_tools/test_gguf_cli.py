@@ -58,6 +58,13 @@ def test_errors_are_one_line_with_a_documented_code(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_without_arguments_the_help_is_shown() -> None:
+    for arguments in ([], ["--help"]):
+        done = run_cli(*arguments)
+        assert done.returncode == 0 and done.stderr == ""
+        assert all(f"  {name} " in done.stdout for name in ("pair", "inspect", "verify", "merge", "plan"))
+
+
 def test_missing_library_is_its_own_code(tmp_path: Path) -> None:
     (tmp_path / "libggml-base.so").write_bytes(b"not a library")
     (tmp_path / "libggml-base.dylib").write_bytes(b"not a library")
