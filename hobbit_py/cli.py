@@ -253,6 +253,9 @@ def stats(
     )
     console.print(f"resident {s.resident_high} of {s.slots_high} high, {s.resident_low} of {s.slots_low} low")
     console.print(summary_text(s))
+    t = s.total
+    if t.predicted:
+        console.print(f"{100 * t.predicted_right / t.predicted:.1f} % of {t.predicted} predicted experts were chosen")
     names = "block, lookups, hit rate, miss high, miss low, skips, evictions, streamed, ahead, used, read, stall ms"
     table = Table(*names.split(", "), box=None, pad_edge=False)
     for column in table.columns:

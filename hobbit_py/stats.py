@@ -51,6 +51,8 @@ class Counters:
     read_bytes_high: int = 0
     read_bytes_low: int = 0
     streamed: int = 0  # misses that passed through the ring without taking a slot
+    predicted: int = 0  # experts that the layer before named for this one
+    predicted_right: int = 0  # of them, those that the router then chose
     prefetch_issued: int = 0  # experts read ahead
     prefetch_used: int = 0  # of them, those that the router then chose; they count as hits
     prefetch_wasted: int = 0
