@@ -189,6 +189,13 @@ class Hobbit(Llama):
         with _reading():
             super().eval(tokens)
 
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """As `Llama.generate`. Tells the engine that a sequence begins: with a cached prefix it would not see position 0."""
+        if kwargs.get("reset", True):
+            with self._engine() as ctx:
+                _lib.lib.hobbit_sequence_begin(ctx, 0)
+        return super().generate(tokens, *args, **kwargs)
+
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """As `Llama.embed`; a failed read raises `ExpertReadError`."""
         with _reading():

@@ -39,7 +39,8 @@ def fetch(url: str, api_key: str | None, timeout_s: float = 5.0) -> CacheStats:
     except urllib.error.HTTPError as error:
         why = {
             401: "it wants an API key: --api-key, or LLAMA_API_KEY",
-            404: "it has no such page: no server of HOBBIT's, or one without --hobbit options",
+            404: "it has no such page, so it is no server of HOBBIT's",
+            501: "it runs without expert caching: start it with a --hobbit option",
             503: "it is still loading the model",
         }.get(error.code, error.reason)
         raise ServerError(f"{address}: {error.code}: {why}") from None

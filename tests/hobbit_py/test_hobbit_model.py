@@ -63,6 +63,15 @@ def test_embeddings_are_those_of_llama() -> None:
     theirs.close()
 
 
+def test_a_generation_is_a_new_sequence_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hobbit() as model:
+        begun: list[int] = []
+        monkeypatch.setattr(_lib.lib, "hobbit_sequence_begin", lambda ctx, seq_id: begun.append(seq_id))
+        greedy(model, 4)
+        greedy(model, 4)  # the prompt is cached: no token at position 0
+        assert begun == [0, 0]
+
+
 def test_speculative_decoding_works() -> None:
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
