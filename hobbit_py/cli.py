@@ -117,6 +117,7 @@ def run(
             progress=progress,
             n_ctx=ctx_size,
             n_threads=threads,
+            n_threads_batch=threads,
             n_gpu_layers=n_gpu_layers,
             verbose=verbose,
             **options,
@@ -220,7 +221,7 @@ def bench(
     result = bench_.Bench(str(model), n_prompt, n_gen, repeat, {k: _lib.option_text(v) for k, v in options.items()})
     table = Table(*bench_.COLUMNS, box=None, pad_edge=False)
     baseline = None
-    for row in bench_.run_bench(result, caches, stock=stock, llama={"n_threads": threads}):
+    for row in bench_.run_bench(result, caches, stock=stock, llama={"n_threads": threads, "n_threads_batch": threads}):
         baseline = row if row.cache == "stock" else baseline
         table.add_row(*bench_.row_texts(row, baseline))
     console = Console(highlight=False)

@@ -190,7 +190,7 @@ class Hobbit(Llama):
             super().eval(tokens)
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """As `Llama.generate`. The engine is told that a sequence begins: with a cached prefix no token has position 0."""
+        """As `Llama.generate`. The engine learns that a sequence begins: a cached prefix hides its position 0."""
         if kwargs.get("reset", True):
             with self._engine() as ctx:
                 _lib.lib.hobbit_sequence_begin(ctx, 0)

@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from hobbit_py import CacheStats, Counters, Hobbit, LayerStats
-from hobbit_py.hobbit import Llama
-from hobbit_py.stats import COUNTERS
+# threads that spin while they wait make a busy machine twenty times slower; read when the library is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from hobbit_py import CacheStats, Counters, Hobbit, LayerStats  # noqa: E402
+from hobbit_py.hobbit import Llama  # noqa: E402
+from hobbit_py.stats import COUNTERS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("HOBBIT_BUILD", ROOT / "build"))

@@ -72,9 +72,9 @@ def test_upstreams_tests_pass_with_hobbit_in_exact_mode(tmp_path: Path) -> None:
     (tmp_path / "tests" / "conftest.py").write_text(f"MODEL, CACHE = {high()!r}, {SMALL!r}\n{CONFTEST}")
     # of test_llama.py, what needs no download or only a transformer; of the other files, all
     ours = "(version or tokenization or fresh) and not llama_cpp_recurrent and not llama_cpp_hybrid"
+    chosen = ["tests", "-k", f"(test_llama.py and {ours}) or not test_llama.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-        + ["-k", f"(test_llama.py and {ours}) or not test_llama.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
