@@ -16,9 +16,9 @@ import numpy as np
 # threads that spin while they wait make a busy machine twenty times slower; read when the library is loaded
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from hobbit_py import CacheStats, Counters, Hobbit, LayerStats  # noqa: E402
-from hobbit_py.hobbit import Llama  # noqa: E402
-from hobbit_py.stats import COUNTERS  # noqa: E402
+from hobbit_py import CacheStats, Counters, Hobbit, LayerStats
+from hobbit_py.hobbit import Llama
+from hobbit_py.stats import COUNTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("HOBBIT_BUILD", ROOT / "build"))
