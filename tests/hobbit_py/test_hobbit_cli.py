@@ -207,15 +207,15 @@ def test_serve_answers_as_the_class_does() -> None:
         assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
 
 
-def test_the_openai_client_works_and_the_statistics_add_up(tmp_path: Path) -> None:
+def test_the_openai_client_works_and_the_statistics_add_up() -> None:
     openai = pytest.importorskip("openai")
-    file = tmp_path / "stats.json"
     evaluated: list[int] = []
 
     def count(timings: dict[str, Any]) -> None:
         evaluated.append(timings["prompt_n"] + timings["predicted_n"] - 1)  # the last token is not evaluated
 
-    with serving("--set", f"stats={file}", "-c", 1024, "--parallel", 4) as address:
+    with serving("-c", 1024, "--parallel", 4) as address:
+        before = top.fetch(address, "secret")
         client = openai.OpenAI(base_url=address + "/v1", api_key="secret")
 
         def complete(i: int) -> None:
@@ -239,10 +239,13 @@ def test_the_openai_client_works_and_the_statistics_add_up(tmp_path: Path) -> No
             thread.start()
         for thread in threads:
             thread.join()
-    stats = CacheStats.load(file)
-    assert len(evaluated) == 7
-    # two more: as it starts, the server tries what its memory can do
-    assert stats.prompt_tokens + stats.decode_tokens - sum(evaluated) in (0, 2)
+        assert len(evaluated) == 7
+        delta = top.fetch(address, "secret") - before
+        assert delta.prompt_tokens + delta.decode_tokens == sum(evaluated)
+        assert delta.total.hits + delta.total.misses + delta.total.skips == delta.total.lookups > 0
+        assert f"of {delta.slots_high} slots" in show(address, api_key="secret")
+        with pytest.raises(top.ServerError, match="401"):
+            top.fetch(address, None)
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
 
