@@ -73,13 +73,42 @@ def sectors_read(device: Path) -> int:
 def measure(side: Side, args: argparse.Namespace, device: Path, limit: int | None) -> None:
     subprocess.run(["sync"], check=True)
     Path("/proc/sys/vm/drop_caches").write_text("3")
-    command = [str(args.bin / "llama-completion"), "-m", str(args.model), "-no-cnv", "-p", args.prompt, "-n", str(args.tokens)]
-    command += ["--ignore-eos", "--temp", "0", "-t", str(args.threads), "-c", "2048", "-b", "512", "-lv", "4", "--no-warmup", *side.options]
+    command = [
+        str(args.bin / "llama-completion"),
+        "-m",
+        str(args.model),
+        "-no-cnv",
+        "-p",
+        args.prompt,
+        "-n",
+        str(args.tokens),
+    ]
+    command += [
+        "--ignore-eos",
+        "--temp",
+        "0",
+        "-t",
+        str(args.threads),
+        "-c",
+        "2048",
+        "-b",
+        "512",
+        "-lv",
+        "4",
+        "--no-warmup",
+        *side.options,
+    ]
     with memory_cap(limit) as group:
         enter = None if group is None else (lambda: (group / "cgroup.procs").write_text(str(os.getpid())))
         before = sectors_read(device)
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, preexec_fn=enter, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            preexec_fn=enter,
+            check=False,
         )
         read_mib = (sectors_read(device) - before) * 512 / 2**20
     text = done.stdout + done.stderr
@@ -90,7 +119,9 @@ def measure(side: Side, args: argparse.Namespace, device: Path, limit: int | Non
     side.decode.append(float(decode[1]))
     side.prefill.append(float(prefill[1]))
     side.mib_per_token.append(read_mib / args.tokens)
-    print(f"  {side.name:<28} {decode[1]:>8} tok/s  prefill {prefill[1]:>8} tok/s  {read_mib:9.0f} MiB read", flush=True)
+    print(
+        f"  {side.name:<28} {decode[1]:>8} tok/s  prefill {prefill[1]:>8} tok/s  {read_mib:9.0f} MiB read", flush=True
+    )
 
 
 def median(values: list[float]) -> str:
@@ -126,7 +157,9 @@ def main() -> None:
     free = Side("stock, no cap", [])
 
     device = block_device(args.model)
-    print(f"{args.model.name}: {size / 2**20:.0f} MiB, cap {cap / 2**20:.0f} MiB, read_ahead_kb {args.read_ahead}, {args.threads} threads")
+    print(
+        f"{args.model.name}: {size / 2**20:.0f} MiB, cap {cap / 2**20:.0f} MiB, read_ahead_kb {args.read_ahead}, {args.threads} threads"
+    )
     with read_ahead(device, args.read_ahead):
         for _ in range(args.rounds):
             for side in sides:
@@ -137,7 +170,9 @@ def main() -> None:
     print(f"\n{'':<22} {'decode tok/s':<30} {'against stock':<28} {'prefill tok/s':<32} MiB read per token")
     for side in sides + ([free] if args.uncapped else []):
         ratio = [a / b for a, b in zip(side.decode, sides[0].decode, strict=True)]
-        print(f"{side.name:<22} {median(side.decode):<30} {median(ratio):<28} {median(side.prefill):<32} {median(side.mib_per_token)}")
+        print(
+            f"{side.name:<22} {median(side.decode):<30} {median(ratio):<28} {median(side.prefill):<32} {median(side.mib_per_token)}"
+        )
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ SAVED = [arch for arch in ARCHITECTURES if arch not in NOT_SAVED]
 MANAGED = [arch for arch in SAVED if arch not in DENSE | UNUSED]
 
 
-def write_model(arch: str, folder: Path) -> Path | None:
+def write_model(arch: str, folder: Path, seed: int = 1) -> Path | None:
     subprocess.run(
-        [str(program("test-llama-archs")), "--arch", arch, "--seed", "1", "--out", str(folder)],
+        [str(program("test-llama-archs")), "--arch", arch, "--seed", str(seed), "--out", str(folder)],
         env=clean_environment(HOBBIT_TEST_MANY_EXPERTS="1"),
         check=True,
         capture_output=True,

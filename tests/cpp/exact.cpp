@@ -45,6 +45,7 @@ static constexpr int EXIT_REFUSED   = 3;
 static void usage(FILE * out) {
     fputs(
         "hobbit-exact --model FILE [options]\n"
+        "  --managed FILE        load this one managed: the same weights in other files, such as the base of a pair\n"
         "  --prompt N            tokens of the prompt (default 64)\n"
         "  --generate N          greedy steps after it (default 16)\n"
         "  --outputs WHICH       logits of all tokens of the prompt, or of the last one (default all)\n"
@@ -63,6 +64,7 @@ static void usage(FILE * out) {
 
 struct options {
     std::string      model;
+    std::string      managed; // the same weights in other files, such as the base of a pair
     int              prompt     = 64;
     int              generate   = 16;
     bool             last_only  = false;
@@ -118,6 +120,7 @@ static options parse(int argc, char ** argv) {
         }
         const std::string value = argv[++i];
         if      (name == "--model")           { o.model      = value; }
+        else if (name == "--managed")         { o.managed    = value; }
         else if (name == "--prompt")          { o.prompt     = parse_int(value, 1); }
         else if (name == "--generate")        { o.generate   = parse_int(value, 0); }
         else if (name == "--outputs") {
@@ -327,7 +330,7 @@ static llama_model * try_managed(const options & o, const std::string & cache) {
     snprintf(overrides[0].key, sizeof(overrides[0].key), "%s", HOBBIT_CONFIG_KEY);
     overrides[0].tag     = LLAMA_KV_OVERRIDE_TYPE_INT;
     overrides[0].val_i64 = config;
-    return load_with(o.model, overrides);
+    return load_with(o.managed.empty() ? o.model : o.managed, overrides);
 }
 
 // `resolved` gets the size that was asked for in the end

@@ -94,6 +94,8 @@ HOBBIT_API size_t hobbit_model_bytes(const struct hobbit_model * model);
 
 // the file with the high-precision experts that a pair's base file names, or NULL if the model is one ordinary file
 HOBBIT_API const char * hobbit_model_pair_high(const struct hobbit_model * model);
+// whether that file, whose header is meta, was written for this base file
+HOBBIT_API bool         hobbit_model_check_high(const struct hobbit_model * model, const struct gguf_context * meta, char * err, size_t err_size);
 
 //
 // context (called by llama.cpp's context and graph)

@@ -55,6 +55,9 @@ hobbit_model * hobbit_model_new(int32_t config, const gguf_context * meta, const
         model->store.arch = arch;
     }
 
+    if (const char * id = hobbit_gguf_str(meta, "hobbit.pair.id")) {
+        model->pair_id = id;
+    }
     std::string why;
     if (const char * high = hobbit_gguf_str(meta, "hobbit.pair.high")) {
         if (!pair_path(path, high, model->pair_high, why)) {
@@ -78,6 +81,15 @@ void hobbit_model_free(hobbit_model * model) {
 
 const char * hobbit_model_pair_high(const hobbit_model * model) {
     return model->pair_high.empty() ? nullptr : model->pair_high.c_str();
+}
+
+bool hobbit_model_check_high(const hobbit_model * model, const gguf_context * meta, char * err, size_t err_size) {
+    const char * id = hobbit_gguf_str(meta, "hobbit.pair.id");
+    if (!id || model->pair_id != id) {
+        return hobbit_fail(err, err_size, hobbit_format("%s: belongs to pair %s, the base file to pair %s",
+                model->pair_high.c_str(), id ? id : "(none)", model->pair_id.empty() ? "(none)" : model->pair_id.c_str()));
+    }
+    return true;
 }
 
 bool hobbit_model_add_tensor(hobbit_model * model, const ggml_tensor * meta, int fd, uint64_t offset) {

@@ -55,6 +55,7 @@ struct hobbit_model {
     std::string   sizing;            // where the cache's size comes from, for people
     std::string   pair_high; // path of the high-precision expert file of a pair, "" if none
     std::string   pair_low;
+    std::string   pair_id;   // of the base file
 
     std::vector<std::unique_ptr<hobbit_managed>> managed;
     hobbit_no_access                             no_access;
