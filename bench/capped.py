@@ -1,11 +1,12 @@
-"""Decode and prefill of a model that does not fit: stock mmap against the expert cache, under one memory cap, in one run.
+"""Decode and prefill of a model that does not fit: stock mmap against the expert cache, under one memory cap.
 
     sudo bench/capped.py MODEL [--low FILE] [--cap-share 0.35] [--rounds 5] [--read-ahead 128]
 
-Needs root and the cgroup v1 memory controller. Each measurement runs build/bin/llama-completion in a child cgroup whose
-memory.limit_in_bytes (anonymous memory and page cache) is the given share of the model file; before it the page cache is dropped
-and read_ahead_kb of the block device is set, afterwards it is restored. The sides take turns, round by round. The table has medians
-with minimum and maximum, bytes read from the block device per generated token, and ratios taken round by round.
+Needs root and the cgroup v1 memory controller. Each measurement runs build/bin/llama-completion in a child cgroup
+whose memory.limit_in_bytes (anonymous memory and page cache) is the given share of the model file; before it the page
+cache is dropped and read_ahead_kb of the block device is set, afterwards it is restored. The sides take turns, round by
+round. The table has medians with minimum and maximum, bytes read from the block device per generated token, and ratios
+taken round by round.
 """
 
 from __future__ import annotations
@@ -157,9 +158,8 @@ def main() -> None:
     free = Side("stock, no cap", [])
 
     device = block_device(args.model)
-    print(
-        f"{args.model.name}: {size / 2**20:.0f} MiB, cap {cap / 2**20:.0f} MiB, read_ahead_kb {args.read_ahead}, {args.threads} threads"
-    )
+    print(f"{args.model.name}: {size / 2**20:.0f} MiB, cap {cap / 2**20:.0f} MiB, ", end="")
+    print(f"read_ahead_kb {args.read_ahead}, {args.threads} threads")
     with read_ahead(device, args.read_ahead):
         for _ in range(args.rounds):
             for side in sides:
@@ -170,9 +170,8 @@ def main() -> None:
     print(f"\n{'':<22} {'decode tok/s':<30} {'against stock':<28} {'prefill tok/s':<32} MiB read per token")
     for side in sides + ([free] if args.uncapped else []):
         ratio = [a / b for a, b in zip(side.decode, sides[0].decode, strict=True)]
-        print(
-            f"{side.name:<22} {median(side.decode):<30} {median(ratio):<28} {median(side.prefill):<32} {median(side.mib_per_token)}"
-        )
+        columns = [f"{median(side.decode):<30}", f"{median(ratio):<28}", f"{median(side.prefill):<32}"]
+        print(f"{side.name:<22}", *columns, median(side.mib_per_token))
 
 
 if __name__ == "__main__":

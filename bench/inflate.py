@@ -2,9 +2,9 @@
 
     bench/inflate.py models/tiny-moe/tiny-moe-F16.gguf -o build/bench/tiny-moe-x40.gguf -k 40
 
-Every neuron of an expert is repeated k times (gate and up rows), and the down projection is repeated and divided by k, so that
-the expert's output is the same sum: real routing and perplexity meet large experts. Only the rounding of down weights to F16 differs.
-Everything else is copied. Tensors are written one expert tensor at a time.
+Every neuron of an expert is repeated k times (gate and up rows), and the down projection is repeated and divided by k,
+so that the expert's output is the same sum: real routing and perplexity meet large experts. Only the rounding of down
+weights to F16 differs. Everything else is copied. Tensors are written one expert tensor at a time.
 """
 
 from __future__ import annotations

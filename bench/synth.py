@@ -1,9 +1,9 @@
 """Writes a synthetic MoE model of any shape, to measure with: random weights, a real tokenizer.
 
-    bench/synth.py --like models/tiny-moe/tiny-moe-F16.gguf -o /var/tmp/big.gguf --layers 12 --experts 64 --used 8 --embd 1024 --ff 768
+    bench/synth.py --like models/tiny-moe/tiny-moe-F16.gguf -o big.gguf --layers 12 --experts 64 --ff 768
 
-Architecture qwen3moe, F16 matrices. The tokenizer is that of --like. Routing of random weights is close to uniform: it says
-what a cache costs, not how well it hits. Tensors are written one at a time, so memory stays at one expert tensor.
+Architecture qwen3moe, F16 matrices. The tokenizer is that of --like. Routing of random weights is close to uniform: it
+says what a cache costs, not how well it hits. Tensors are written one at a time, so memory stays at one expert tensor.
 """
 
 from __future__ import annotations

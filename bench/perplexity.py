@@ -1,0 +1,84 @@
+"""Perplexity of a model by precision rule, one token per ubatch: every token gets what its own gate weights ask for.
+
+    bench/perplexity.py models/tiny-moe/tiny-moe-F16.gguf --low build/models/tiny-moe-Q4_0.gguf \\
+        --text models/tiny-moe/heldout.txt [--chunks 64]
+
+Runs build/bin/llama-perplexity with -c 256 -b 256 -ub 1 and --hobbit-deterministic; prints a Markdown table:
+perplexity with its standard error, the share of selections in high and low precision and skipped, and expert bytes per
+token if every selection missed, relative to high.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def perplexity(args: argparse.Namespace, options: list[str]) -> tuple[str, dict[str, int] | None]:
+    """The final estimate as text, and the totals of the cache's statistics if it was on."""
+    with tempfile.TemporaryDirectory() as folder:
+        stats = Path(folder) / "stats.json"
+        command = [args.bin / "llama-perplexity", "-m", args.model, "-f", args.text, "-t", args.threads]
+        command += ["-c", args.context, "-b", args.context, "-ub", 1, "--chunks", args.chunks, "--no-repack", *options]
+        if options:
+            command += ["--hobbit-stats", stats]
+        done = subprocess.run(
+            [str(c) for c in command],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+            check=False,
+        )
+        found = re.search(r"Final estimate: PPL = ([\d.]+ \+/- [\d.]+)", done.stdout + done.stderr)
+        if done.returncode != 0 or not found:
+            raise SystemExit(f"{' '.join(str(c) for c in command)}\nfailed ({done.returncode}):\n{done.stderr[-2000:]}")
+        return found[1].replace("+/-", "±"), json.loads(stats.read_text())["total"] if options else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--low", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--chunks", type=int, default=64)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cache", default="64MiB")
+    parser.add_argument("--bin", type=Path, default=ROOT / "build/bin")
+    args = parser.parse_args()
+
+    base = ["--hobbit-cache", args.cache, "--hobbit-deterministic"]
+    low = ["--hobbit-low", str(args.low)]
+    settings = {
+        "stock": [],
+        "`high`": [*base, "--hobbit-precision", "high"],
+        "`hobbit`, T1 0.6, T2 0.9": [*base, *low],
+        "`hobbit`, T1 0.6, T2 1 (no skips)": [*base, *low, "--hobbit-t2", "1"],
+        "`low`": [*base, *low, "--hobbit-precision", "low"],
+        "`article`, 0.6, 0.9": [*base, *low, "--hobbit-precision", "article"],
+    }
+    ratio = 18 / 64  # bytes of a Q4_0 block of 32 weights over F16
+    print("| experts | perplexity | high | low | skipped | bytes if all missed |")
+    print("|---|---|---|---|---|---|")
+    for name, options in settings.items():
+        ppl, total = perplexity(args, options)
+        if total is None:
+            print(f"| {name} | {ppl} | | | | |", flush=True)
+            continue
+        n = total["selected_high"] + total["selected_low"] + total["selected_skip"]
+        high, low_share, skip = (100 * total[f"selected_{x}"] / n for x in ("high", "low", "skip"))
+        shares = f"{high:.1f} % | {low_share:.1f} % | {skip:.1f} % | {high + ratio * low_share:.0f} %"
+        print(f"| {name} | {ppl} | {shares} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
