@@ -70,8 +70,11 @@ def frame(url: str, now: CacheStats, delta: CacheStats, seconds: float, rows: in
             f"read {ratio(t.read_bytes, seconds) / 1e6:8.1f} MB/s",
             f"stall {100 * ratio(t.stall_us / 1e6, seconds):4.0f} %",
             f"evict {ratio(t.evictions, seconds):.0f}/s",
-            f"ahead {t.prefetch_used}/{t.prefetch_issued} used",
-            f"high/low/skip {100 * high:.0f}/{100 * low:.0f}/{100 * skip:.0f} %",
+        ],
+        [
+            f"     high/low/skip {100 * high:.0f}/{100 * low:.0f}/{100 * skip:.0f} %",
+            f"read ahead {t.prefetch_issued}, used {t.prefetch_used}",
+            f"prefetch {now.prefetch}",
         ],
         [
             f"all  {now.decode_tokens_per_second:8.1f} tok/s",
@@ -79,7 +82,6 @@ def frame(url: str, now: CacheStats, delta: CacheStats, seconds: float, rows: in
             f"read {format_bytes(a.read_bytes):>13}",
             f"{now.prompt_tokens} + {now.decode_tokens} tokens",
             f"{now.failed_steps} failed steps",
-            f"prefetch {now.prefetch}",
         ],
     ]
     lines += [Text("   ".join(cells), no_wrap=True) for cells in rows_of_text]
