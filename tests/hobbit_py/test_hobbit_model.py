@@ -211,7 +211,6 @@ def test_resize_between_tokens_keeps_the_tokens(options: dict[str, Any]) -> None
         assert tokens == expected
 
 
-@pytest.mark.xfail(strict=True, reason="hobbit_resize leaves the ring as it was, beyond the budget")
 def test_a_resized_cache_is_the_one_that_a_load_gives() -> None:
     with hobbit(low=low(), cache=LARGE) as model:
         model.resize(SMALL)
@@ -449,7 +448,6 @@ def test_a_failed_read_names_file_tensor_and_expert(tmp_path: Path) -> None:
         assert model.cache_stats().failed_steps == 1
 
 
-@pytest.mark.xfail(strict=True, reason="slots of the failed step stay, marked as failed, when later layers unpin them")
 def test_after_a_failed_read_the_model_works_when_the_file_does(tmp_path: Path) -> None:
     model, expected, repair = failing_read(tmp_path)
     with model:

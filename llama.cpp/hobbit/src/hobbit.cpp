@@ -329,7 +329,8 @@ bool hobbit_model_finish(hobbit_model * model, const gguf_context * meta, int32_
 static std::mutex                 contexts_mutex; // guards the list, not the contexts
 static std::set<hobbit_context *> contexts;
 
-static hobbit_stats_labels labels_of(const hobbit_context & ctx) {
+// brings ctx.labels up to date; the model's step_mutex must be held, or nothing else may be running
+static void refresh_labels(hobbit_context & ctx) {
     const hobbit_model & model = *ctx.model;
     hobbit_stats_labels labels = {};
     labels.rule        = hobbit_rule_name(model.config.thresholds.rule);
@@ -341,22 +342,33 @@ static hobbit_stats_labels labels_of(const hobbit_context & ctx) {
         labels.n_slots[p] = model.uses(p) ? model.pools[p].pool->n_slots() : 0;
         labels.n_used [p] = model.uses(p) ? model.pools[p].pool->n_used()  : 0;
     }
-    for (const hobbit_layer & layer : model.store.layers) {
-        labels.blocks.push_back(layer.block);
+    for (int layer = 0; layer < model.store.n_layer(); ++layer) {
+        labels.blocks.push_back(model.store.layers[layer].block);
+        std::string digits(model.store.layers[layer].n_expert, '0');
+        for (size_t expert = 0; expert < digits.size(); ++expert) {
+            digits[expert] = (char) ('0' + model.resident(layer, (int) expert));
+        }
+        labels.resident.push_back(digits);
     }
-    return labels;
+    std::lock_guard<std::mutex> lock(ctx.stats_mutex);
+    ctx.labels = labels;
 }
 
-static hobbit_stats stats_of(hobbit_context & ctx) {
+// a copy of both; fresh unless a step is running
+static std::pair<hobbit_stats, hobbit_stats_labels> snapshot(hobbit_context & ctx) {
+    if (ctx.model->step_mutex.try_lock()) {
+        refresh_labels(ctx);
+        ctx.model->step_mutex.unlock();
+    }
     std::lock_guard<std::mutex> lock(ctx.stats_mutex);
-    return ctx.stats;
+    return { ctx.stats, ctx.labels };
 }
 
 // written beside and renamed, so that a reader never sees half a file
-static void write_stats(const hobbit_context & ctx, const hobbit_stats & stats) {
+static void write_stats(const hobbit_context & ctx, const hobbit_stats & stats, const hobbit_stats_labels & labels) {
     const std::string & path = ctx.model->config.stats_path;
     const std::string   tmp  = path + ".tmp";
-    const std::string   text = hobbit_stats_to_json(stats, labels_of(ctx));
+    const std::string   text = hobbit_stats_to_json(stats, labels);
 
     FILE * file = fopen(tmp.c_str(), "w");
     bool   ok   = file && fwrite(text.data(), 1, text.size(), file) == text.size();
@@ -367,15 +379,15 @@ static void write_stats(const hobbit_context & ctx, const hobbit_stats & stats) 
     }
 }
 
-static void report(const hobbit_context & ctx, const hobbit_stats & stats) {
+static void report(const hobbit_context & ctx, const hobbit_stats & stats, const hobbit_stats_labels & labels) {
     if (stats.steps == 0) {
         return;
     }
     if (ctx.model->config.verbose) {
-        fputs(hobbit_stats_to_table(stats, labels_of(ctx)).c_str(), stderr);
+        fputs(hobbit_stats_to_table(stats, labels).c_str(), stderr);
     }
     if (!ctx.model->config.stats_path.empty()) {
-        write_stats(ctx, stats);
+        write_stats(ctx, stats, labels);
     }
 }
 
@@ -384,7 +396,7 @@ void hobbit_report_all(void) {
     const bool locked = contexts_mutex.try_lock();
     for (hobbit_context * ctx : contexts) {
         const bool ctx_locked = ctx->stats_mutex.try_lock();
-        report(*ctx, ctx->stats);
+        report(*ctx, ctx->stats, ctx->labels);
         if (ctx_locked) {
             ctx->stats_mutex.unlock();
         }
@@ -428,6 +440,7 @@ hobbit_context * hobbit_context_new(hobbit_model * model) {
         ctx->routes[i].layer = i;
     }
     ctx->stats.layers.resize(model->store.n_layer());
+    refresh_labels(*ctx);
 
     if (!model->no_alloc && (model->config.verbose || !model->config.stats_path.empty())) {
         std::lock_guard<std::mutex> lock(contexts_mutex);
@@ -449,7 +462,8 @@ void hobbit_context_free(hobbit_context * ctx) {
         listed = contexts.erase(ctx) > 0;
     }
     if (listed) {
-        report(*ctx, stats_of(*ctx));
+        const auto [stats, labels] = snapshot(*ctx);
+        report(*ctx, stats, labels);
     }
     delete ctx;
 }
@@ -522,6 +536,7 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
         (ctx->decode ? ctx->stats.decode_tokens : ctx->stats.prompt_tokens) += ctx->token_seq.size();
         (ctx->decode ? ctx->stats.decode_us     : ctx->stats.prompt_us)     += us;
     }
+    refresh_labels(*ctx);
     model.step_mutex.unlock();
     return ok;
 }
@@ -539,31 +554,47 @@ static bool resize(hobbit_model & model, const hobbit_config & config, std::stri
         return false;
     }
     model.loader->drain();
+
+    // memory that grows comes first, so that a refusal can be undone
+    hobbit_bank * banks [] = { &model.pools[HOBBIT_LOW].bank, &model.pools[HOBBIT_HIGH].bank, &model.ring };
+    const int     before_n[] = { in_use[HOBBIT_LOW]  ? model.pools[HOBBIT_LOW] .pool->n_slots() : 0,
+                                 in_use[HOBBIT_HIGH] ? model.pools[HOBBIT_HIGH].pool->n_slots() : 0, model.n_ring };
+    const int     after_n [] = { plan.n_slots[HOBBIT_LOW], plan.n_slots[HOBBIT_HIGH], plan.n_ring };
+    for (int i = 0; i < 3; ++i) {
+        if (after_n[i] <= before_n[i] || banks[i]->resize(after_n[i], err)) {
+            continue;
+        }
+        std::string ignored; // giving back what was just taken does not fail
+        for (int k = 0; k < i; ++k) {
+            if (after_n[k] > before_n[k]) {
+                banks[k]->resize(before_n[k], ignored);
+            }
+        }
+        model.config = before;
+        return false;
+    }
+
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
         if (!in_use[p]) {
             continue;
         }
         hobbit_pool_memory & mem = model.pools[p];
-        const int  n_before = mem.pool->n_slots();
-        const int  n_after  = plan.n_slots[p];
-        // memory first when it grows, so that a refusal leaves everything as it was
-        if (n_after > n_before && !mem.bank.resize(n_after, err)) {
-            return false;
-        }
-        std::vector<std::atomic<uint8_t>> state((size_t) n_after * HOBBIT_N_ROLES);
-        const auto moves = mem.pool->resize(n_after);
-        for (const auto & [from, to] : moves) {
+        for (const auto & [from, to] : mem.pool->resize(after_n[p])) {
             memcpy(mem.bank.slot(to), mem.bank.slot(from), model.slot_bytes(p));
             for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
                 mem.piece(to, role).store(mem.piece(from, role).load());
             }
         }
+        std::vector<std::atomic<uint8_t>> state((size_t) after_n[p] * HOBBIT_N_ROLES);
         for (size_t i = 0; i < std::min(state.size(), mem.state.size()); ++i) {
             state[i].store(mem.state[i].load());
         }
         mem.state.swap(state);
-        if (n_after < n_before && !mem.bank.resize(n_after, err)) {
-            return false;
+    }
+    model.n_ring = plan.n_ring;
+    for (int i = 0; i < 3; ++i) {
+        if (after_n[i] < before_n[i] && !banks[i]->resize(after_n[i], err)) {
+            return false; // the memory stays larger than it need be; nothing else is wrong
         }
     }
     return true;
@@ -577,23 +608,17 @@ bool hobbit_resize(hobbit_context * ctx, const char * cache, char * err, size_t 
     }
     std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
     std::string why;
-    return resize(*ctx->model, config, why) || hobbit_fail(err, err_size, why);
+    const bool  ok = resize(*ctx->model, config, why);
+    refresh_labels(*ctx);
+    return ok || hobbit_fail(err, err_size, why);
 }
 
 size_t hobbit_resident(hobbit_context * ctx, int8_t * out, size_t n) {
     hobbit_model & model = *ctx->model;
     std::lock_guard<std::mutex> lock(model.step_mutex);
 
-    const int n_expert = model.store.n_expert();
     for (size_t key = 0; key < std::min(n, model.n_keys()); ++key) {
-        const int layer  = (int) (key / n_expert);
-        const int expert = (int) (key % n_expert);
-        out[key] = HOBBIT_PRECISION_SKIP;
-        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
-            if (model.uses(p) && model.pools[p].pool->find(layer, expert) >= 0) {
-                out[key] = (int8_t) (HOBBIT_PRECISION_LOW + p);
-            }
-        }
+        out[key] = (int8_t) model.resident((int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()));
     }
     return model.n_keys();
 }
@@ -617,7 +642,8 @@ void hobbit_stats_reset(hobbit_context * ctx) {
 }
 
 size_t hobbit_stats_json(hobbit_context * ctx, char * buf, size_t buf_size) {
-    return copy_text(hobbit_stats_to_json(stats_of(*ctx), labels_of(*ctx)), buf, buf_size);
+    const auto [stats, labels] = snapshot(*ctx);
+    return copy_text(hobbit_stats_to_json(stats, labels), buf, buf_size);
 }
 
 // a JSON string with what must be escaped escaped
@@ -646,7 +672,7 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
             config.deterministic ? "true" : "false", hobbit_policy_name(config.policy.policy));
     text += hobbit_format("\"cache_bytes\": %zu, \"sizing\": %s, \"ring_places\": %d, \"ring_place_bytes\": %zu, \"io_threads\": %d, \"io\": %s, ",
             model.bytes(), quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads, quoted(model.io).c_str());
-    text += hobbit_format("\"prefetch\": %s, \"pools\": [", quoted(labels_of(*ctx).prefetch).c_str());
+    text += hobbit_format("\"prefetch\": %s, \"pools\": [", quoted(ctx->labels.prefetch).c_str());
     const char * sep = "";
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
         if (model.uses(p)) {
@@ -660,5 +686,6 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
 }
 
 size_t hobbit_stats_table(hobbit_context * ctx, char * buf, size_t buf_size) {
-    return copy_text(hobbit_stats_to_table(stats_of(*ctx), labels_of(*ctx)), buf, buf_size);
+    const auto [stats, labels] = snapshot(*ctx);
+    return copy_text(hobbit_stats_to_table(stats, labels), buf, buf_size);
 }

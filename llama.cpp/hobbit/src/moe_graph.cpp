@@ -33,6 +33,15 @@ char * hobbit_model::piece_data(int layer, int precision, int role, int slot, in
     return pools[precision].bank.slot(slot) + role_offset(layer, precision, role) + src.skew(expert);
 }
 
+hobbit_precision hobbit_model::resident(int layer, int expert) const {
+    for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
+        if (uses(p) && pools[p].pool->find(layer, expert) >= 0) {
+            return (hobbit_precision) (HOBBIT_PRECISION_LOW + p);
+        }
+    }
+    return HOBBIT_PRECISION_SKIP;
+}
+
 size_t hobbit_model::slot_bytes(int precision) const {
     size_t size = 0;
     for (int layer = 0; layer < store.n_layer(); ++layer) {
@@ -417,14 +426,15 @@ static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
     thread_local std::vector<route_choice> choices;
     choices.clear();
 
-    // the layer before has been computed: its experts may go
-    hobbit_unpin_all(ctx);
     route.experts.clear();
     route.n_cached = 0;
     route.uses[HOBBIT_LOW] = route.uses[HOBBIT_HIGH] = false;
 
     // after a failure the rest of the step is void: no reads, every expert skipped, so that the numbers stay finite
+    // (pins stay then, so that the end of the step finds what failed)
     if (!ctx.failed.load(std::memory_order_relaxed)) {
+        // the layer before has been computed: its experts may go
+        hobbit_unpin_all(ctx);
         route_experts(route, ids, weights, choices);
 
         thread_local std::vector<hobbit_precision> chosen;

@@ -74,6 +74,8 @@ struct hobbit_model {
 
     size_t n_keys() const { return (size_t) store.n_layer() * store.n_expert(); }
     bool   uses(int precision) const { return pools[precision].pool != nullptr; }
+    // the best copy of an expert that has a slot
+    hobbit_precision resident(int layer, int expert) const;
     // where the place for role's weights in a slot begins
     size_t role_offset(int layer, int precision, int role) const;
     // where one weight of an expert in a slot begins
@@ -136,8 +138,10 @@ struct hobbit_context {
     int64_t                                t_begin_us  = 0;
     bool                                   decode      = false;
 
-    std::mutex   stats_mutex;
-    hobbit_stats stats;
+    // for readers on other threads, who must not wait for a step
+    std::mutex          stats_mutex;
+    hobbit_stats        stats;
+    hobbit_stats_labels labels; // as of the last step or resize
 };
 
 void hobbit_managed_init(hobbit_managed & managed, hobbit_model * model, hobbit_weight * weight);

@@ -58,6 +58,11 @@ std::string hobbit_stats_to_json(const hobbit_stats & s, const hobbit_stats_labe
     text += hobbit_format("  \"prompt_tokens\": %" PRIu64 ",\n  \"prompt_us\": %" PRIu64 ",\n  \"decode_tokens\": %" PRIu64 ",\n  \"decode_us\": %" PRIu64 ",\n",
             s.prompt_tokens, s.prompt_us, s.decode_tokens, s.decode_us);
     text += hobbit_format("  \"steps\": %" PRIu64 ",\n  \"failed_steps\": %" PRIu64 ",\n", s.steps, s.failed_steps);
+    text += "  \"resident\": [";
+    for (size_t i = 0; i < l.resident.size(); ++i) {
+        text += (i > 0 ? ", \"" : "\"") + l.resident[i] + "\"";
+    }
+    text += "],\n";
     text += "  \"total\": {" + counters_to_json(s.total()) + "},\n  \"layers\": [\n";
     for (size_t i = 0; i < s.layers.size(); ++i) {
         text += hobbit_format("    {\"block\": %d, ", l.blocks[i]) + counters_to_json(s.layers[i]) + (i + 1 < s.layers.size() ? "},\n" : "}\n");

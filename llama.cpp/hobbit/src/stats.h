@@ -57,6 +57,7 @@ struct hobbit_stats_labels {
     int                  n_slots[2]; // low, high
     int                  n_used [2];
     std::vector<int32_t> blocks;     // layer -> N in blk.N
+    std::vector<std::string> resident; // layer -> a digit per expert: 0 absent, 1 low, 2 high
 };
 
 std::string hobbit_stats_to_json (const hobbit_stats & stats, const hobbit_stats_labels & labels);
