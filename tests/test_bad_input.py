@@ -166,6 +166,10 @@ def test_too_small_a_cache_names_the_size_that_works() -> None:
     refused(run(HIGH, "--hobbit-cache", f"{int(size[:-3]) - 1}KiB"), "too small")
 
 
+def test_a_cache_larger_than_memory_is_refused_only_if_the_experts_would_fill_it() -> None:
+    assert run(HIGH, "--hobbit-cache", "100000GiB").returncode == 0  # 36 MiB of experts
+
+
 @pytest.mark.parametrize(
     ("option", "value", "hint"),
     [

@@ -9,6 +9,7 @@
 #include "gguf.h"
 
 #include <algorithm>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -235,14 +236,26 @@ static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & 
         params.slot_bytes[p] = in_use[p] ? model.slot_bytes(p) : 0;
     }
 
+    const hobbit_memory mem = hobbit_memory_now();
     if (config.cache_auto) {
-        const hobbit_memory mem    = hobbit_memory_now();
-        const uint64_t      margin = hobbit_memory_margin(mem.limit);
+        const uint64_t margin = hobbit_memory_margin(mem.limit);
         params.budget = mem.limit - std::min(mem.limit, mem.used + margin);
         model.sizing = hobbit_format("auto: %s, %.0f MiB, less %.0f MiB in use and %.0f MiB margin", mem.source.c_str(), mib(mem.limit), mib(mem.used), mib(margin));
     } else {
         params.budget = config.cache_bytes;
         model.sizing = hobbit_format("of %.1f MiB allowed", mib(config.cache_bytes));
+    }
+    // what the experts can fill at most, with slack for the ring, must fit beside what is in memory already
+    uint64_t most = params.router_bytes + 8 * params.ring_bytes;
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        most += params.slot_bytes[p] * params.n_experts;
+    }
+    const uint64_t wanted = std::min(params.budget, most);
+    const uint64_t free   = mem.limit - std::min(mem.limit, mem.used) + model.bytes();
+    if (wanted > free) {
+        err = hobbit_format("a cache of %.0f MiB does not fit: %s is %.0f MiB, of which %.0f MiB are in use; at most --hobbit-cache %.0fMiB, "
+                "less what the context will need", mib(wanted), mem.source.c_str(), mib(mem.limit), mib(mem.used), std::floor(mib(free)));
+        return false;
     }
 
     if (!hobbit_plan_pools(params, plan)) {
