@@ -91,6 +91,26 @@ def test_statistics_add_up(tmp_path: Path) -> None:
     assert total["read_bytes_low"] == total["misses_low"] * 3 * 256 * 256 * 18 // 32
 
 
+def test_a_profile_makes_the_next_start_warm(tmp_path: Path) -> None:
+    profile = tmp_path / "tiny.profile"
+    # room for most of what so few tokens touch: the first run misses each of them once
+    options = ["--hobbit-low", LOW, "--hobbit-cache", "24MiB", "--hobbit-prefetch", "off", "--no-warmup"]
+    options += ["-no-cnv", "-p", "In the beginning", "-n", 12, "--temp", 0]
+    misses = []
+    for name in ("cold", "warm"):
+        done = run("llama-completion", *options, "--hobbit-profile", profile, "--hobbit-stats", tmp_path / name)
+        total = json.loads((tmp_path / name).read_text())["total"]
+        misses.append(total["misses_high"] + total["misses_low"])
+    assert "experts from" in done.stderr.split("warm start")[1].split("\n")[0]
+    assert misses[1] < misses[0]
+
+    # another model's profile is neither used nor lost
+    before = "hobbit-profile 1 olmoe 2 8 1 1\nhigh 0 0\n"
+    profile.write_text(before)
+    assert "left alone" in run("llama-completion", *options, "--hobbit-profile", profile).stderr
+    assert profile.read_text() == before
+
+
 def test_warm_up_does_not_count(tmp_path: Path) -> None:
     files = [tmp_path / "with.json", tmp_path / "without.json"]
     for file, option in zip(files, (["--warmup"], ["--no-warmup"]), strict=True):

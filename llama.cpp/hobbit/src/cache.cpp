@@ -80,15 +80,19 @@ int hobbit_pool::place(int layer, int expert, const hobbit_records * const * rec
     return slot;
 }
 
-std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
-    // the slots that stay, latest first
-    std::vector<int> stay;
+std::vector<int> hobbit_pool::by_last_touch() const {
+    std::vector<int> used;
     for (int i = 0; i < (int) slots.size(); ++i) {
         if (slots[i].key >= 0) {
-            stay.push_back(i);
+            used.push_back(i);
         }
     }
-    std::sort(stay.begin(), stay.end(), [this](int a, int b) { return slots[a].stamp > slots[b].stamp; });
+    std::sort(used.begin(), used.end(), [this](int a, int b) { return slots[a].stamp > slots[b].stamp; });
+    return used;
+}
+
+std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
+    std::vector<int> stay = by_last_touch();
     while ((int) stay.size() > n_slots) {
         slot_of[slots[stay.back()].key] = -1;
         slots[stay.back()] = slot_info();

@@ -52,6 +52,8 @@ class hobbit_pool {
     // evict is true, else -1. The slot comes back pinned once. evicted: the key that had to go, or -1.
     int place(int layer, int expert, const hobbit_records * const * records, int n_records, bool evict, int64_t * evicted);
 
+    std::vector<int> by_last_touch() const; // the slots in use, latest first
+
     // changes the number of slots; nothing may be pinned. What was touched last stays. Returns the slots (from, to) whose
     // bytes have to move before memory beyond the last slot goes; a target is never a source
     std::vector<std::pair<int, int>> resize(int n_slots);

@@ -49,6 +49,9 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "look for invalid numbers in every expert that is read (default: off)"),
     HOBBIT_OPTION("stats", "STATS", "FILE",
         "write the cache's statistics to FILE as JSON when the program ends"),
+    HOBBIT_OPTION("profile", "PROFILE", "FILE",
+        "warm start: begin with the experts that FILE names, in the background, and write those that are resident to it when\n"
+        "the program ends; a FILE of another model is left alone"),
 };
 
 const hobbit_option * hobbit_option_get(int i) {
@@ -234,8 +237,8 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
         ok   = parse_float(value, 1.0f, 64.0f, n) && n == std::floor(n);
         want = "a whole number from 1 to 64";
         c->io_threads = ok ? (int) n : c->io_threads;
-    } else if (is("stats")) {
-        c->stats_path = value;
+    } else if (is("stats") || is("profile")) {
+        (is("stats") ? c->stats_path : c->profile_path) = value;
         ok   = value[0] != '\0';
         want = "the path of a file to write";
     } else {

@@ -36,7 +36,8 @@ struct hobbit_config {
     hobbit_io   io         = HOBBIT_IO_AUTO;
     int         io_threads = 4;
     bool        check      = false;
-    std::string stats_path; // "": none
+    std::string stats_path;   // "": none
+    std::string profile_path; // "": none
     bool        verbose    = false;
 };
 

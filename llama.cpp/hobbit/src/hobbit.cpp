@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <set>
 
 static void (*log_callback)(int level, const char * text) = nullptr;
@@ -166,6 +167,9 @@ static std::string describe(const hobbit_model & model) {
                 config.policy.w_lru, config.policy.w_lfu, config.policy.w_lhu, config.policy.w_fld);
     }
     text += hobbit_format("\n  %-10s %d threads, reads %s\n", "loader", config.io_threads, model.io.c_str());
+    if (!model.warm.empty()) {
+        text += hobbit_format("  %-10s %s\n", "warm start", model.warm.c_str());
+    }
     return text + hobbit_format("  %-10s %s\n", "prefetch",
             !model.no_prediction.empty() ? ("off: " + model.no_prediction).c_str() :
             config.prefetch_depth == 0   ? "off" :
@@ -268,6 +272,63 @@ static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & 
     return true;
 }
 
+//
+// profile: which experts were resident, for the next start. Text: a line that names the model, then precision, layer and expert,
+// what was used last first
+//
+
+static std::string profile_head(const hobbit_model & model) {
+    std::string head = hobbit_format("hobbit-profile 1 %s %d %d", model.store.arch.c_str(), model.store.n_layer(), model.store.n_expert());
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        const hobbit_source & src = model.store.weights[0]->source[p];
+        head += hobbit_format(" %llu", (unsigned long long) (model.uses(p) ? src.file->size : 0));
+    }
+    return head;
+}
+
+static std::string profile_text(const hobbit_model & model) {
+    std::string text = profile_head(model) + "\n";
+    for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
+        if (!model.uses(p)) {
+            continue;
+        }
+        for (int slot : model.pools[p].pool->by_last_touch()) {
+            const int64_t key = model.pools[p].pool->key_at(slot);
+            text += hobbit_format("%s %d %d\n", p == HOBBIT_HIGH ? "high" : "low", (int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()));
+        }
+    }
+    return text;
+}
+
+// starts the reads of what the profile names, as far as there are slots; says in model.warm what came of it
+static void load_profile(hobbit_model & model) {
+    const std::string & path = model.config.profile_path;
+    std::ifstream in(path);
+    std::string   line;
+    if (!std::getline(in, line)) {
+        model.warm = path + " will be written";
+        return;
+    }
+    if (line != profile_head(model)) {
+        model.warm = path + " is of another model or other files, and is left alone";
+        model.config.profile_path.clear();
+        log_text(model.config, 1, "hobbit: " + model.warm + "\n");
+        return;
+    }
+    int n = 0;
+    while (std::getline(in, line)) {
+        char name[8];
+        int  layer, expert;
+        if (sscanf(line.c_str(), "%7s %d %d", name, &layer, &expert) != 3 || layer < 0 || layer >= model.store.n_layer() ||
+            expert < 0 || expert >= model.store.layers[layer].n_expert) {
+            continue;
+        }
+        const int p = strcmp(name, "high") == 0 ? HOBBIT_HIGH : HOBBIT_LOW;
+        n += model.uses(p) && hobbit_warm(model, layer, p, expert) ? 1 : 0;
+    }
+    model.warm = hobbit_format("%d experts from %s, in the background", n, path.c_str());
+}
+
 static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_expert_used, std::string & err) {
     hobbit_config & config = model.config;
     if (!model.store.finish(err)) {
@@ -326,6 +387,9 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
     }
     model.loader = std::make_unique<hobbit_loader>(config.io_threads, config.check);
 
+    if (!config.profile_path.empty()) {
+        load_profile(model);
+    }
     log_text(config, 0, describe(model));
     return true;
 }
@@ -378,16 +442,14 @@ static std::pair<hobbit_stats, hobbit_stats_labels> snapshot(hobbit_context & ct
 }
 
 // written beside and renamed, so that a reader never sees half a file
-static void write_stats(const hobbit_context & ctx, const hobbit_stats & stats, const hobbit_stats_labels & labels) {
-    const std::string & path = ctx.model->config.stats_path;
-    const std::string   tmp  = path + ".tmp";
-    const std::string   text = hobbit_stats_to_json(stats, labels);
+static void write_text(const std::string & path, const char * what, const std::string & text) {
+    const std::string tmp = path + ".tmp";
 
     FILE * file = fopen(tmp.c_str(), "w");
     bool   ok   = file && fwrite(text.data(), 1, text.size(), file) == text.size();
     ok = file && fclose(file) == 0 && ok;
     if (!ok || rename(tmp.c_str(), path.c_str()) != 0) {
-        fprintf(stderr, "hobbit: %s: statistics cannot be written: %s\n", path.c_str(), strerror(errno));
+        fprintf(stderr, "hobbit: %s: %s cannot be written: %s\n", path.c_str(), what, strerror(errno));
         remove(tmp.c_str());
     }
 }
@@ -399,8 +461,12 @@ static void report(const hobbit_context & ctx, const hobbit_stats & stats, const
     if (ctx.model->config.verbose) {
         fputs(hobbit_stats_to_table(stats, labels).c_str(), stderr);
     }
-    if (!ctx.model->config.stats_path.empty()) {
-        write_stats(ctx, stats, labels);
+    const hobbit_config & config = ctx.model->config;
+    if (!config.stats_path.empty()) {
+        write_text(config.stats_path, "statistics", hobbit_stats_to_json(stats, labels));
+    }
+    if (!config.profile_path.empty()) {
+        write_text(config.profile_path, "the profile", profile_text(*ctx.model));
     }
 }
 
@@ -455,7 +521,7 @@ hobbit_context * hobbit_context_new(hobbit_model * model) {
     ctx->stats.layers.resize(model->store.n_layer());
     refresh_labels(*ctx);
 
-    if (!model->no_alloc && (model->config.verbose || !model->config.stats_path.empty())) {
+    if (!model->no_alloc && (model->config.verbose || !model->config.stats_path.empty() || !model->config.profile_path.empty())) {
         std::lock_guard<std::mutex> lock(contexts_mutex);
         contexts.insert(ctx);
         if (model->config.verbose) {

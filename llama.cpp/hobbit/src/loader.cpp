@@ -166,7 +166,7 @@ void hobbit_loader::run() {
         } else if (!ok || j.done == total) {
             j.read.state->store(ok ? HOBBIT_PIECE_READY : HOBBIT_PIECE_FAILED, std::memory_order_release);
         } else {
-            // front: what is begun is finished first; a thread that sleeps may take it while this one takes the next
+            // front: what is begun is finished first
             queues[j.urgency].push_front(j);
             continue;
         }

@@ -102,6 +102,18 @@ static void load_experts(hobbit_model & model, int layer_index, const std::vecto
     }
 }
 
+bool hobbit_warm(hobbit_model & model, int layer, int precision, int expert) {
+    hobbit_pool & pool = *model.pools[precision].pool;
+    int64_t evicted;
+    const int slot = pool.find(layer, expert) >= 0 ? -1 : pool.place(layer, expert, nullptr, 0, false, &evicted);
+    if (slot < 0) {
+        return false;
+    }
+    pool.unpin(slot);
+    load_experts(model, layer, { { expert, (int8_t) precision, slot } }, HOBBIT_PREFETCH);
+    return true;
+}
+
 // whether every weight of the expert in a slot is there
 static bool is_ready(hobbit_model & model, const hobbit_layer & layer, int precision, int slot) {
     for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
@@ -180,22 +192,22 @@ struct route_choice {
     int              n_selected;
 };
 
-static hobbit_precision choose(const hobbit_model & model, int layer, int expert, hobbit_precision wanted) {
+static hobbit_precision choose(hobbit_model & model, int layer, int expert, hobbit_precision wanted) {
     const bool has_low = model.uses(HOBBIT_LOW);
+    const auto is_here = [&](int precision) {
+        const int slot = model.pools[precision].pool->find(layer, expert);
+        return slot >= 0 && is_ready(model, model.store.layers[layer], precision, slot);
+    };
     if (wanted == HOBBIT_PRECISION_LOW && !has_low) {
         wanted = HOBBIT_PRECISION_HIGH;
     }
     if (model.config.deterministic || wanted == HOBBIT_PRECISION_HIGH || !model.uses(HOBBIT_HIGH)) {
         return wanted;
     }
-    // what is resident costs nothing: use the best copy there is
-    if (model.pools[HOBBIT_HIGH].pool->find(layer, expert) >= 0) {
-        return HOBBIT_PRECISION_HIGH;
-    }
-    if (has_low && model.pools[HOBBIT_LOW].pool->find(layer, expert) >= 0) {
-        return HOBBIT_PRECISION_LOW;
-    }
-    return wanted;
+    // what is here costs nothing: use the best copy there is
+    return is_here(HOBBIT_HIGH)           ? HOBBIT_PRECISION_HIGH :
+           has_low && is_here(HOBBIT_LOW) ? HOBBIT_PRECISION_LOW  :
+                                            wanted;
 }
 
 static void route_experts(hobbit_route & route, const ggml_tensor * ids, const ggml_tensor * weights, std::vector<route_choice> & choices) {

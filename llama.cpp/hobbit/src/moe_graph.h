@@ -52,6 +52,7 @@ struct hobbit_model {
     int           n_expert_used = 0; // by one token in one layer, at most
     std::string   io;                // how experts are read, and why
     std::string   no_prediction;     // why prediction is off, if the model is the reason
+    std::string   warm;              // what the profile brought
     std::string   sizing;            // where the cache's size comes from, for people
     std::string   pair_high; // path of the high-precision expert file of a pair, "" if none
     std::string   pair_low;
@@ -145,6 +146,9 @@ struct hobbit_context {
 };
 
 void hobbit_managed_init(hobbit_managed & managed, hobbit_model * model, hobbit_weight * weight);
+
+// reads an expert into a free slot, in the background; false if there is none or it has one already
+bool hobbit_warm(hobbit_model & model, int layer, int precision, int expert);
 
 void hobbit_unpin_all(hobbit_context & ctx);
 // lets go of what was predicted for layers up to this one: what was not chosen is cancelled, or, if it is there, may stay.
