@@ -25,6 +25,7 @@ struct moe_file {
     std::string pair_id;
     bool        routers  = true;
     bool        norms    = false;
+    float       scale    = 0.0f;          // != 0: a factor per expert beside the up weights
     int         split_no = -1;            // >= 0: only the layers i with i % split_count == split_no, with split keys
     int         split_count = 0;
 
@@ -64,6 +65,14 @@ struct moe_file {
                 ggml_format_name(t, "blk.%d.ffn_norm.weight", layer);
                 for (int64_t i = 0; i < n_embd; ++i) {
                     ((float *) t->data)[i] = norm(layer, (int) i);
+                }
+                gguf_add_tensor(gguf, t);
+            }
+            if (scale != 0.0f) {
+                ggml_tensor * t = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_expert);
+                ggml_format_name(t, "blk.%d.ffn_up_exps.scale", layer);
+                for (int e = 0; e < n_expert; ++e) {
+                    ((float *) t->data)[e] = scale * (float) (e + 1);
                 }
                 gguf_add_tensor(gguf, t);
             }

@@ -177,6 +177,27 @@ static void promote_and_cancel_race_with_the_threads() {
     }
 }
 
+static void the_end_does_not_wait_for_prefetches() {
+    big_store s(false);
+    const hobbit_weight * w = s.store.weights[0].get();
+    place scratch(w, 1);
+    std::vector<std::atomic<uint8_t>> ahead(2000);
+    {
+        hobbit_loader loader(1, false);
+        for (auto & state : ahead) {
+            hobbit_read read = scratch.read();
+            read.state = &state;
+            loader.submit(read, HOBBIT_PREFETCH);
+        }
+    }
+    int n_ready = 0;
+    for (auto & state : ahead) {
+        CHECK(state == HOBBIT_PIECE_READY || state == HOBBIT_PIECE_ABSENT);
+        n_ready += state == HOBBIT_PIECE_READY ? 1 : 0;
+    }
+    CHECK(n_ready < (int) ahead.size());
+}
+
 static void a_wait_may_come_before_the_read() {
     moe_file().write(dir / "m.gguf");
     const int fd = open((dir / "m.gguf").c_str(), O_RDONLY);
@@ -244,6 +265,7 @@ int main() {
     direct_and_buffered_reads_bring_the_same_bytes();
     demands_overtake_prefetches_and_cancelled_ones_stop();
     promote_and_cancel_race_with_the_threads();
+    the_end_does_not_wait_for_prefetches();
     a_wait_may_come_before_the_read();
     failures_name_file_tensor_and_expert();
     invalid_numbers_fail_only_when_checked();

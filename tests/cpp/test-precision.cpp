@@ -49,6 +49,26 @@ static void thresholds_of_one_never_lower_anything() {
     CHECK((score(HOBBIT_RULE_HOBBIT, 0.0f, 0.0f, { 0.7f, 0.2f, 0.1f }) == precisions { HIGH, SKIP, SKIP }));
 }
 
+static void t2_of_one_never_skips_whatever_the_rounding() {
+    std::mt19937 rng(2);
+    std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
+    for (int round = 0; round < 20000; ++round) {
+        std::vector<float> w(2 + rng() % 31);
+        for (float & x : w) {
+            x = rng() % 4 ? uniform(rng) : 0.0f;
+        }
+        for (hobbit_precision p : score(HOBBIT_RULE_HOBBIT, 0.6f, 1.0f, w)) {
+            CHECK(p != SKIP);
+        }
+        for (hobbit_precision p : score(HOBBIT_RULE_HOBBIT, 1.0f, 1.0f, w)) {
+            CHECK(p == HIGH);
+        }
+        if (n_failed > 0) {
+            return;
+        }
+    }
+}
+
 static void useless_weights_still_give_one_high() {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     for (const std::vector<float> & weights : { std::vector<float> { 0.0f, 0.0f, 0.0f }, { nan, nan, nan }, { nan, 0.5f, -1.0f } }) {
@@ -89,6 +109,7 @@ int main() {
     weights_are_normalised_before_scoring();
     article_rule_skips_mixtrals_second_expert();
     thresholds_of_one_never_lower_anything();
+    t2_of_one_never_skips_whatever_the_rounding();
     useless_weights_still_give_one_high();
     unimportance_is_the_weight_ranked_before();
     return check_result("precision");

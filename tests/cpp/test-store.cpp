@@ -127,6 +127,21 @@ static void another_model_is_refused() {
     refused(other, "router");
 }
 
+static void files_with_other_factors_per_expert_are_refused() {
+    for (float high : { 0.0f, 1.0f, 2.0f }) {
+        for (float low : { 0.0f, 1.0f, 2.0f }) {
+            moe_file model;
+            model.scale = high;
+            open_store s(model);
+            model.scale = low;
+            model.write(dir / "low.gguf");
+            const std::string err = s.low(dir / "low.gguf");
+            CHECK((err == "") == (high == low));
+            CHECK(err == "" || (has(err, "low.gguf") && has(err, "blk.0.ffn_up_exps.scale")));
+        }
+    }
+}
+
 static void a_pair_id_stands_for_the_routers() {
     moe_file high;
     high.pair_id = "one";
@@ -207,6 +222,7 @@ int main() {
     dense_model_is_refused();
     a_quantised_file_of_the_same_model_is_low();
     another_model_is_refused();
+    files_with_other_factors_per_expert_are_refused();
     a_pair_id_stands_for_the_routers();
     damaged_files_are_refused();
     shards_are_found_from_any_of_them();

@@ -56,18 +56,25 @@ hobbit_memory hobbit_memory_now() {
     // a limit of the process's own group, or of the root that a container sees as its own
     const std::string v1 = cgroup_path("memory");
     const std::string v2 = cgroup_path("");
-    const struct { std::string dir; const char * limit; const char * used; } groups[] = {
-        { "/sys/fs/cgroup/memory" + v1, "/memory.limit_in_bytes", "rss"  },
-        { "/sys/fs/cgroup/memory",      "/memory.limit_in_bytes", "rss"  },
-        { "/sys/fs/cgroup" + v2,        "/memory.max",            "anon" },
-        { "/sys/fs/cgroup",             "/memory.max",            "anon" },
+    const struct { std::string root; std::string path; const char * limit; const char * used; } hierarchies[] = {
+        { "/sys/fs/cgroup/memory", v1, "/memory.limit_in_bytes", "rss"  },
+        { "/sys/fs/cgroup",        v2, "/memory.max",            "anon" },
     };
-    for (const auto & group : groups) {
-        uint64_t limit = 0;
-        if (read_u64(group.dir + group.limit, limit) && limit < mem.limit) {
-            mem.limit  = limit;
-            mem.source = "the cgroup's memory limit";
-            read_field(group.dir + "/memory.stat", group.used, mem.used);
+    for (const auto & h : hierarchies) {
+        // the group itself, then every group that it is in
+        std::string path = h.path;
+        while (true) {
+            uint64_t limit = 0;
+            if (read_u64(h.root + path + h.limit, limit) && limit < mem.limit) {
+                mem.limit  = limit;
+                mem.source = "the cgroup's memory limit";
+                read_field(h.root + path + "/memory.stat", h.used, mem.used);
+            }
+            const size_t slash = path.rfind('/');
+            if (slash == std::string::npos) {
+                break;
+            }
+            path.resize(slash);
         }
     }
     return mem;

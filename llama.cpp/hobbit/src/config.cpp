@@ -197,8 +197,9 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
     bool         ok   = true;
     const char * want = "";
     if (is("cache")) {
-        c->cache_auto = strcasecmp(value, "auto") == 0;
-        ok   = c->cache_auto || parse_size(value, c->cache_bytes);
+        const bool is_auto = strcasecmp(value, "auto") == 0;
+        ok   = is_auto || parse_size(value, c->cache_bytes);
+        c->cache_auto = ok ? is_auto : c->cache_auto;
         want = "auto, or a size such as 512MiB or 4GiB (a bare number is MiB)";
     } else if (is("low")) {
         c->low_path = value;

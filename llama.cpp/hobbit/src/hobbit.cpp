@@ -17,6 +17,8 @@
 #include <fstream>
 #include <set>
 
+#include <unistd.h>
+
 static void (*log_callback)(int level, const char * text) = nullptr;
 
 void hobbit_set_log(void (*log)(int level, const char * text)) {
@@ -240,7 +242,8 @@ static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & 
         params.slot_bytes[p] = in_use[p] ? model.slot_bytes(p) : 0;
     }
 
-    const hobbit_memory mem = hobbit_memory_now();
+    hobbit_memory mem = hobbit_memory_now();
+    mem.used -= std::min(mem.used, model.bytes_in_use()); // when resizing: what the cache itself takes is not in its way
     if (config.cache_auto) {
         const uint64_t margin = hobbit_memory_margin(mem.limit);
         params.budget = mem.limit - std::min(mem.limit, mem.used + margin);
@@ -255,7 +258,7 @@ static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & 
         most += params.slot_bytes[p] * params.n_experts;
     }
     const uint64_t wanted = std::min(params.budget, most);
-    const uint64_t free   = mem.limit - std::min(mem.limit, mem.used) + model.bytes();
+    const uint64_t free   = mem.limit - std::min(mem.limit, mem.used);
     if (wanted > free) {
         err = hobbit_format("a cache of %.0f MiB does not fit: %s is %.0f MiB, of which %.0f MiB are in use; at most --hobbit-cache %.0fMiB, "
                 "less what the context will need", mib(wanted), mem.source.c_str(), mib(mem.limit), mib(mem.used), std::floor(mib(free)));
@@ -406,7 +409,7 @@ bool hobbit_model_finish(hobbit_model * model, const gguf_context * meta, int32_
 static std::mutex                 contexts_mutex; // guards the list, not the contexts
 static std::set<hobbit_context *> contexts;
 
-// brings ctx.labels up to date; the model's step_mutex must be held, or nothing else may be running
+// brings ctx.labels up to date; the model's step_mutex must be held
 static void refresh_labels(hobbit_context & ctx) {
     const hobbit_model & model = *ctx.model;
     hobbit_stats_labels labels = {};
@@ -454,7 +457,8 @@ static void write_text(const std::string & path, const char * what, const std::s
     }
 }
 
-static void report(const hobbit_context & ctx, const hobbit_stats & stats, const hobbit_stats_labels & labels) {
+// idle: the model's step_mutex is held, so that the pools may be read
+static void report(const hobbit_context & ctx, const hobbit_stats & stats, const hobbit_stats_labels & labels, bool idle) {
     if (stats.steps == 0) {
         return;
     }
@@ -465,28 +469,35 @@ static void report(const hobbit_context & ctx, const hobbit_stats & stats, const
     if (!config.stats_path.empty()) {
         write_text(config.stats_path, "statistics", hobbit_stats_to_json(stats, labels));
     }
-    if (!config.profile_path.empty()) {
+    if (!config.profile_path.empty() && idle) {
         write_text(config.profile_path, "the profile", profile_text(*ctx.model));
     }
 }
 
-// may run in a signal handler that interrupted a holder of either lock: then the numbers are read without it
+// may run in a signal handler, which may have interrupted the holder of any of these locks: what is busy is left out
 void hobbit_report_all(void) {
-    const bool locked = contexts_mutex.try_lock();
+    if (!contexts_mutex.try_lock()) {
+        return;
+    }
     for (hobbit_context * ctx : contexts) {
-        const bool ctx_locked = ctx->stats_mutex.try_lock();
-        report(*ctx, ctx->stats, ctx->labels);
-        if (ctx_locked) {
+        // a running step holds its lock to the end; the numbers of the steps before it do
+        const bool idle = ctx->model->step_mutex.try_lock();
+        if (ctx->stats_mutex.try_lock()) {
+            report(*ctx, ctx->stats, ctx->labels, idle);
             ctx->stats_mutex.unlock();
+        }
+        if (idle) {
+            ctx->model->step_mutex.unlock();
         }
     }
     contexts.clear();
-    if (locked) {
-        contexts_mutex.unlock();
-    }
+    contexts_mutex.unlock();
 }
 
 static void report_and_die(int signal_number) {
+    // formatting is not safe in a handler: if it hangs, this ends the program all the same
+    signal(SIGALRM, SIG_DFL);
+    alarm(2);
     hobbit_report_all();
     signal(signal_number, SIG_DFL);
     raise(signal_number);
@@ -519,7 +530,10 @@ hobbit_context * hobbit_context_new(hobbit_model * model) {
         ctx->routes[i].layer = i;
     }
     ctx->stats.layers.resize(model->store.n_layer());
-    refresh_labels(*ctx);
+    {
+        std::lock_guard<std::mutex> lock(model->step_mutex);
+        refresh_labels(*ctx);
+    }
 
     if (!model->no_alloc && (model->config.verbose || !model->config.stats_path.empty() || !model->config.profile_path.empty())) {
         std::lock_guard<std::mutex> lock(contexts_mutex);
@@ -542,7 +556,8 @@ void hobbit_context_free(hobbit_context * ctx) {
     }
     if (listed) {
         const auto [stats, labels] = snapshot(*ctx);
-        report(*ctx, stats, labels);
+        std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
+        report(*ctx, stats, labels, true);
     }
     delete ctx;
 }
@@ -622,7 +637,8 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
 
 // between steps: what is resident stays as far as it fits, what was used last first
 static bool resize(hobbit_model & model, const hobbit_config & config, std::string & err) {
-    const hobbit_config before = model.config;
+    const hobbit_config before        = model.config;
+    const std::string   sizing_before = model.sizing;
     model.config.cache_auto  = config.cache_auto;
     model.config.cache_bytes = config.cache_bytes;
 
@@ -630,6 +646,7 @@ static bool resize(hobbit_model & model, const hobbit_config & config, std::stri
     hobbit_plan plan;
     if (!plan_cache(model, in_use, plan, err)) {
         model.config = before;
+        model.sizing = sizing_before;
         return false;
     }
     model.loader->drain();
@@ -650,6 +667,7 @@ static bool resize(hobbit_model & model, const hobbit_config & config, std::stri
             }
         }
         model.config = before;
+        model.sizing = sizing_before;
         return false;
     }
 

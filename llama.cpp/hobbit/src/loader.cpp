@@ -14,6 +14,16 @@ hobbit_loader::hobbit_loader(int n_threads, bool validate) : validate(validate) 
 }
 
 hobbit_loader::~hobbit_loader() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (const job & j : queues[HOBBIT_PREFETCH]) {
+            j.read.state->store(HOBBIT_PIECE_ABSENT, std::memory_order_release);
+        }
+        queues[HOBBIT_PREFETCH].clear();
+        for (job * j : under_way) {
+            j->cancelled = j->cancelled || j->urgency == HOBBIT_PREFETCH;
+        }
+    }
     drain();
     {
         std::lock_guard<std::mutex> lock(mutex);
@@ -114,11 +124,11 @@ std::string hobbit_loader::take_error() {
 static bool read_block(const hobbit_read & read, uint64_t done, uint64_t size, bool validate, std::string & err) {
     const hobbit_source & src = read.weight->source[read.precision];
 
-    if (done == 0) {
-        err = src.file->changed();
-    }
-    if (err.empty()) {
-        hobbit_source_read(src, src.offset + read.expert * src.expert_bytes + done, read.dst + done, size, err);
+    hobbit_source_read(src, src.offset + read.expert * src.expert_bytes + done, read.dst + done, size, err);
+    // at the end: no block of the piece can have been read from a file that was written to in between. Also the better message
+    if (done + size == src.expert_bytes || !err.empty()) {
+        const std::string changed = src.file->changed();
+        err = changed.empty() ? err : changed;
     }
     if (err.empty() && validate && done + size == src.expert_bytes && !ggml_validate_row_data(src.type, read.dst, src.expert_bytes)) {
         err = src.file->path + ": holds invalid numbers";

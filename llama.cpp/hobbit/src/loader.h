@@ -38,7 +38,7 @@ class hobbit_loader {
   public:
     // validate: look for NaN and impossible scales in what was read, as --check-tensors does
     hobbit_loader(int n_threads, bool validate);
-    ~hobbit_loader(); // finishes what is queued
+    ~hobbit_loader(); // finishes demands, drops prefetches
 
     void submit(const hobbit_read & read, hobbit_urgency urgency);
 

@@ -64,6 +64,14 @@ size_t hobbit_model::bytes() const {
     return pools[HOBBIT_LOW].bank.bytes() + pools[HOBBIT_HIGH].bank.bytes() + ring.bytes() + (routers ? routers->bytes() : 0);
 }
 
+size_t hobbit_model::bytes_in_use() const {
+    size_t size = routers ? routers->bytes() : 0;
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        size += uses(p) ? pools[p].pool->n_used() * slot_bytes(p) : 0;
+    }
+    return size;
+}
+
 //
 // route node
 //
@@ -84,9 +92,10 @@ static void load_experts(hobbit_model & model, int layer_index, const std::vecto
     const hobbit_layer & layer = model.store.layers[layer_index];
     for (const hobbit_step_expert & e : experts) {
         for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
-            // a prefetch that was cancelled, or a step that was aborted, may have left a read under way into this slot
+            // who had this slot before may still be read into it: a prefetch, a warm start, a step that was aborted
             std::atomic<uint8_t> & state = model.pools[e.precision].piece(e.slot, role);
             if (state.load(std::memory_order_acquire) == HOBBIT_PIECE_LOADING) {
+                model.loader->cancel(state);
                 model.loader->await_idle(state);
             }
             state.store(HOBBIT_PIECE_ABSENT, std::memory_order_relaxed);
@@ -122,6 +131,15 @@ static bool is_ready(hobbit_model & model, const hobbit_layer & layer, int preci
         }
     }
     return true;
+}
+
+static bool has_failed(hobbit_model & model, int precision, int slot) {
+    for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+        if (model.pools[precision].piece(slot, role).load(std::memory_order_acquire) == HOBBIT_PIECE_FAILED) {
+            return true;
+        }
+    }
+    return false;
 }
 
 static uint64_t expert_bytes(const hobbit_layer & layer, int precision) {
@@ -280,7 +298,12 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
         (precision == HOBBIT_HIGH ? count.selected_high : count.selected_low) += choice.n_selected;
 
         hobbit_pool & pool = *model.pools[precision].pool;
-        const int     slot = pool.find(route.layer, choice.id);
+        int           slot = pool.find(route.layer, choice.id);
+        if (slot >= 0 && has_failed(model, precision, slot) && pool.pins(slot) == 0) {
+            // a read that nobody waited for; another try brings the bytes, or the reason
+            pool.drop(slot);
+            slot = -1;
+        }
         if (slot < 0) {
             missing.push_back(&choice);
             continue;

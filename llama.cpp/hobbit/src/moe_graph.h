@@ -85,6 +85,7 @@ struct hobbit_model {
     size_t slot_bytes(int precision) const;
     size_t ring_bytes() const; // of one place
     size_t bytes() const;      // of all memory reserved
+    size_t bytes_in_use() const; // of what has been written to, about
 };
 
 // one expert in the running step

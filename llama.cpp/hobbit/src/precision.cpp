@@ -31,7 +31,7 @@ void hobbit_precision_unimportance(const float * weights, int n, float * score) 
 
     float before = 0.0f;
     for (int i = 0; i < n; ++i) {
-        score[rank[i]] = before;
+        score[rank[i]] = std::min(before, 1.0f); // rounding must not carry the last ones past T2 = 1
         before += sum > 0.0f ? clean[rank[i]] / sum : 1.0f / n;
     }
 }

@@ -197,6 +197,11 @@ static bool is_router_name(const std::string & name) {
     return has_suffix(name, ".ffn_gate_inp.weight");
 }
 
+// a factor per expert that belongs to the weights of its own file (NVFP4)
+static bool is_scale_name(const std::string & name) {
+    return has_suffix(name, "_exps.scale");
+}
+
 static bool is_aux_name(const std::string & name) {
     for (const char * suffix : { ".ffn_gate_inp.bias", ".exp_probs_b.bias", ".ffn_norm.weight", ".ffn_norm.bias", ".ffn_norm_exps.weight",
                                  ".post_attention_norm.weight", ".post_attention_norm.bias" }) {
@@ -204,7 +209,7 @@ static bool is_aux_name(const std::string & name) {
             return true;
         }
     }
-    return is_router_name(name);
+    return is_router_name(name) || is_scale_name(name);
 }
 
 const hobbit_file * hobbit_store::file_of_fd(int fd) {
@@ -363,9 +368,35 @@ static int gguf_int(const gguf_context * gguf, const char * key, int fallback) {
     }
 }
 
+// the graph multiplies by the model's scales whatever copy an expert comes from, so another file must have the very same ones
+bool hobbit_store::same_scales(const std::vector<hobbit_aux> & low, const std::string & path, std::string & err) const {
+    const auto find_in = [](const std::vector<hobbit_aux> & list, const std::string & name) -> const hobbit_aux * {
+        const auto it = std::find_if(list.begin(), list.end(), [&](const hobbit_aux & a) { return a.name == name; });
+        return it == list.end() ? nullptr : &*it;
+    };
+    for (const auto * list : { &aux, &low }) {
+        for (const hobbit_aux & scale : *list) {
+            if (!is_scale_name(scale.name)) {
+                continue;
+            }
+            const hobbit_aux * ours   = find_in(aux, scale.name);
+            const hobbit_aux * theirs = find_in(low, scale.name);
+            if (!ours || !theirs || hobbit_aux_read(*ours, err) != hobbit_aux_read(*theirs, err)) {
+                err = hobbit_format("%s: tensor %s is %s: experts of the two files need different factors; make the low copy with gguf-tools",
+                        path.c_str(), scale.name.c_str(), !theirs ? "missing" : !ours ? "not in the model" : "not the model's");
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
 bool hobbit_store::same_routers(const std::vector<hobbit_aux> & low, const std::string & path, std::string & err) const {
     size_t n_compared = 0;
     for (const hobbit_aux & ours : aux) {
+        if (!is_router_name(ours.name)) {
+            continue;
+        }
         auto it = std::find_if(low.begin(), low.end(), [&](const hobbit_aux & r) { return r.name == ours.name; });
         if (it == low.end()) {
             continue;
@@ -423,7 +454,7 @@ bool hobbit_store::open_low(const std::string & path, const gguf_context * high_
         return false;
     }
 
-    std::vector<hobbit_aux> low_routers;
+    std::vector<hobbit_aux> low_aux; // routers and scales
     std::string low_arch;
     std::string low_pair_id;
 
@@ -455,9 +486,9 @@ bool hobbit_store::open_low(const std::string & path, const gguf_context * high_
             const char *        name   = gguf_get_tensor_name(shard.gguf, t);
             const ggml_tensor * meta   = ggml_get_tensor(shard.ctx, name);
             const uint64_t      offset = data + gguf_get_tensor_offset(shard.gguf, t);
-            const bool          router_name = is_router_name(name);
+            const bool          is_aux = is_router_name(name) || is_scale_name(name);
             hobbit_weight *     weight = find(name);
-            if (!router_name && !weight) {
+            if (!is_aux && !weight) {
                 continue;
             }
             if (offset + ggml_nbytes(meta) < offset || offset + ggml_nbytes(meta) > file->size) {
@@ -465,8 +496,8 @@ bool hobbit_store::open_low(const std::string & path, const gguf_context * high_
                         paths[i].c_str(), name, offset + (uint64_t) ggml_nbytes(meta), file->size);
                 return false;
             }
-            if (router_name) {
-                low_routers.push_back({ name, meta->type, ggml_nelements(meta), file.get(), offset });
+            if (is_aux) {
+                low_aux.push_back({ name, meta->type, ggml_nelements(meta), file.get(), offset });
                 continue;
             }
             if (!std::equal(weight->ne, weight->ne + 3, meta->ne) || meta->ne[3] != 1) {
@@ -502,5 +533,5 @@ bool hobbit_store::open_low(const std::string & path, const gguf_context * high_
         }
         return true;
     }
-    return same_routers(low_routers, path, err);
+    return same_routers(low_aux, path, err) && same_scales(low_aux, path, err);
 }

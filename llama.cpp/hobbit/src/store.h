@@ -122,6 +122,7 @@ class hobbit_store {
 
   private:
     const hobbit_file * file_of_fd(int fd);
+    bool same_scales (const std::vector<hobbit_aux> & low, const std::string & path, std::string & err) const;
     bool same_routers(const std::vector<hobbit_aux> & low, const std::string & path, std::string & err) const;
 
     std::vector<hobbit_aux> aux;
