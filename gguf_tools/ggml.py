@@ -7,6 +7,7 @@ Foreign calls release the GIL, so worker threads quantise in parallel.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -162,7 +163,8 @@ def _declare(lib: ctypes.CDLL) -> None:
         function.restype = restype
         function.argtypes = argtypes
 
-    f("ggml_log_set", None, _log_t, c_void_p)
+    f("ggml_log_set", None, c_void_p, c_void_p)
+    f("ggml_log_get", None, POINTER(c_void_p), POINTER(c_void_p))
     f("ggml_version", c_char_p)
     f("ggml_commit", c_char_p)
     f("ggml_get_type_traits", POINTER(_TypeTraits), c_int)
@@ -216,8 +218,19 @@ def library() -> ctypes.CDLL:
         _declare(lib)
     except (OSError, AttributeError) as error:
         raise ToolError(f"cannot use this ggml library: {error}", file=path, code=ExitCode.LIBRARY) from None
-    lib.ggml_log_set(_log_callback, None)
     return lib
+
+
+@contextlib.contextmanager
+def _captured_log(lib: ctypes.CDLL) -> Iterator[None]:
+    """ggml's log goes to `_log` within, and to whoever had it (llama_cpp in the same process) afterwards."""
+    callback, data = c_void_p(), c_void_p()
+    lib.ggml_log_get(ctypes.byref(callback), ctypes.byref(data))
+    lib.ggml_log_set(ctypes.cast(_log_callback, c_void_p), None)
+    try:
+        yield
+    finally:
+        lib.ggml_log_set(callback, data)
 
 
 def version() -> str:
@@ -325,7 +338,9 @@ def dequantize(t: TensorType, src: ByteArray, dst: F32Array) -> None:
 
 def valid_rows(t: TensorType, data: ByteArray) -> bool:
     """Whether ggml finds only finite scales in these rows (`ggml_validate_row_data`)."""
-    ok = bool(library().ggml_validate_row_data(t.index, data.ctypes.data, data.size))
+    lib = library()
+    with _captured_log(lib):
+        ok = bool(lib.ggml_validate_row_data(t.index, data.ctypes.data, data.size))
     _log.take()
     return ok
 
@@ -348,7 +363,8 @@ class GgufContext:
         """Parse header bytes (padding before the data section included). ggml's refusal becomes a ToolError."""
         lib = library()
         buffer = (c_char * len(header)).from_buffer_copy(header)
-        handle = lib.gguf_init_from_buffer(buffer, len(header), _GgufInitParams(True, None))
+        with _captured_log(lib):
+            handle = lib.gguf_init_from_buffer(buffer, len(header), _GgufInitParams(True, None))
         reason = _log.take()
         if not handle:
             raise ToolError(f"ggml refuses the header: {reason or 'no reason given'}")
