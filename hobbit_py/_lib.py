@@ -118,6 +118,11 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "hobbit_stats_reset": ([_ctx], None),
     "hobbit_stats_json": ([_ctx, _text, _size], _size),
     "hobbit_placement_json": ([_ctx, _text, _size], _size),
+    "hobbit_trace_start": ([_ctx, _text, _text, _size], ctypes.c_bool),
+    "hobbit_trace_stop": ([_ctx, _text, _size], ctypes.c_bool),
+    "hobbit_replay_open": ([_text, _text, _size], _ctx),
+    "hobbit_replay_free": ([_ctx], None),
+    "hobbit_replay_run": ([_ctx, _text, _text, _size, _text, _size], _size),
 }
 
 CONFIG_KEY = "hobbit.config"

@@ -48,7 +48,7 @@ struct hobbit_option {
     const char * help;
 };
 
-enum { HOBBIT_N_OPTIONS = 16 };
+enum { HOBBIT_N_OPTIONS = 17 };
 
 // the key of the integer KV override that carries a config handle into a model (and into --fit's trial loads)
 #define HOBBIT_CONFIG_KEY "hobbit.config"
@@ -147,8 +147,24 @@ HOBBIT_API size_t hobbit_stats_json (struct hobbit_context * ctx, char * buf, si
 HOBBIT_API size_t hobbit_stats_table(struct hobbit_context * ctx, char * buf, size_t buf_size);
 // what is in effect: files, types, slots, thresholds, policy
 HOBBIT_API size_t hobbit_placement_json(struct hobbit_context * ctx, char * buf, size_t buf_size);
+// writes what the router chooses and what the cache does about it to a file (docs/trace.md), from the next step on; of all
+// contexts of the model. stop closes it; so does freeing the model
+HOBBIT_API bool hobbit_trace_start(struct hobbit_context * ctx, const char * path, char * err, size_t err_size);
+HOBBIT_API bool hobbit_trace_stop (struct hobbit_context * ctx, char * err, size_t err_size);
 // prints the table and writes the --hobbit-stats files of every living verbose context now; for a signal's last words
 HOBBIT_API void hobbit_report_all(void);
+
+//
+// replay of traces (docs/trace.md), on the same cache; not for use by several threads at once on one object
+//
+
+struct hobbit_replay;
+HOBBIT_API struct hobbit_replay * hobbit_replay_open(const char * path, char * err, size_t err_size);
+HOBBIT_API void                   hobbit_replay_free(struct hobbit_replay * replay);
+// takes the decisions again. settings: "" for those of the trace, or "name=value;..." with names as in the trace's head, and
+// cache_bytes, bandwidth (bytes per us), latency_us, compute_us, interruptible, block_bytes; the policy may be belady.
+// Writes JSON as snprintf does; returns 0 and an error if a setting will not do
+HOBBIT_API size_t hobbit_replay_run(const struct hobbit_replay * replay, const char * settings, char * buf, size_t buf_size, char * err, size_t err_size);
 
 #ifdef __cplusplus
 }

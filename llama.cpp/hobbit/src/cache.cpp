@@ -1,47 +1,290 @@
 #include "cache.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
 
-void hobbit_records::reset(size_t n_keys) {
-    n_tokens = 0;
+// share of the old gate mass that is left after a token (HybriMoE's 1 - alpha is not published; docs/policy.md has what was tried)
+static constexpr double MASS_KEPT = 0.9;
+
+static constexpr double WEIGHT_UNIT = 1 << 24;
+static constexpr double COST_UNIT   = 1 << 10;
+
+static constexpr double UNKNOWN = -std::numeric_limits<double>::infinity(); // lower than every value
+
+//
+// records
+//
+
+void hobbit_records::reset(size_t n_keys, bool with_mass) {
+    static std::atomic<uint64_t> last_generation { 0 };
+    n_tokens   = 0;
+    n_before   = 0;
+    generation = ++last_generation;
     entries.assign(n_keys, entry());
+    mass.assign(with_mass ? n_keys : 0, UNKNOWN);
 }
 
-void hobbit_records::use(size_t key, bool high) {
+void hobbit_records::begin_pass() {
+    n_before = n_tokens;
+}
+
+void hobbit_records::use(size_t key, bool high, float weight) {
     entry & e = entries[key];
     e.last  = n_tokens;
     e.used += 1;
     e.high += high ? 1 : 0;
+    if (!mass.empty() && weight > 0.0f) {
+        // that a token counts 1 / MASS_KEPT times the one before is the same as decay, and leaves what is not used alone
+        const double more = std::log2(weight) - n_tokens * std::log2(MASS_KEPT);
+        const double most = std::max(mass[key], more);
+        mass[key] = most + std::log2(std::exp2(mass[key] - most) + std::exp2(more - most));
+    }
 }
 
+//
+// scores
+//
+
 hobbit_pool::hobbit_pool(int n_layer, int n_expert, int n_slots, const hobbit_policy_params & params) :
-    n_layer(n_layer), n_expert(n_expert), params(params), slots(n_slots), slot_of((size_t) n_layer * n_expert, -1) {
+    n_layer(n_layer), n_expert(n_expert), params(params), slots(n_slots), slot_of((size_t) n_layer * n_expert, -1), random(params.seed) {
+    const float w[] = { params.w_lru, params.w_lfu, params.w_lhu, params.w_fld };
+    for (int i = 0; i < 4; ++i) {
+        weight[i] = std::llround(w[i] * WEIGHT_UNIT);
+    }
+    low_cost = std::llround(params.low_cost * COST_UNIT);
     free_slots.reserve(n_slots);
     for (int i = n_slots - 1; i >= 0; --i) {
         free_slots.push_back(i);
     }
 }
 
-float hobbit_pool::priority(int slot, int layer, const hobbit_records * const * records, int n_records) const {
-    const int64_t k   = slots[slot].key;
-    const int     l_t = (int) (k / n_expert);
-
-    float best = 0.0f;
-    for (int i = 0; i < n_records; ++i) {
-        const hobbit_records &        rec = *records[i];
-        const hobbit_records::entry & e   = rec.entries[k];
-        const float inv_t = rec.n_tokens > 0 ? 1.0f / rec.n_tokens : 0.0f;
-
-        const float p = params.policy == HOBBIT_POLICY_LFU ?
-            e.used * inv_t :
-            (params.w_lru * e.last + params.w_lfu * e.used + params.w_lhu * e.high) * inv_t;
-        best = std::max(best, p);
+double hobbit_pool::value_of(int64_t key, const hobbit_records * records) const {
+    if (!records) {
+        return 0.0;
     }
-    if (params.policy == HOBBIT_POLICY_LFU) {
-        return best;
+    const hobbit_records::entry & e = records->entries[key];
+    switch (params.policy) {
+        case HOBBIT_POLICY_HOBBIT:    return (double) (weight[0] * e.last + weight[1] * e.used + weight[2] * e.high);
+        case HOBBIT_POLICY_LFU:
+        case HOBBIT_POLICY_LFU_MODEL: return e.used;
+        case HOBBIT_POLICY_LHU:       return e.high;
+        case HOBBIT_POLICY_LCU:       return (double) ((int64_t) COST_UNIT * e.high + low_cost * (e.used - e.high));
+        case HOBBIT_POLICY_LFRU:      return e.last;
+        case HOBBIT_POLICY_GATE_MASS: return records->mass.empty() ? 0.0 : records->mass[key];
+        default:                      return 0.0;
     }
-    const int distance = (l_t - layer + n_layer) % n_layer;
-    return best + params.w_fld * (1.0f - (float) distance / n_layer);
+}
+
+uint32_t hobbit_pool::group_of(int64_t key, const hobbit_records * records) const {
+    switch (params.policy) {
+        case HOBBIT_POLICY_HOBBIT:
+        case HOBBIT_POLICY_FLD:
+        case HOBBIT_POLICY_LCU:  return (uint32_t) (key / n_expert);
+        case HOBBIT_POLICY_LFRU: return records ? records->entries[key].used : 0;
+        default:                 return 0;
+    }
+}
+
+double hobbit_pool::score(double value, uint32_t group, int layer, const hobbit_records * records) const {
+    const double n_tokens = records ? records->n_tokens : 0;
+    switch (params.policy) {
+        case HOBBIT_POLICY_HOBBIT: return n_layer * value + n_tokens * (double) (weight[3] * (n_layer - distance(layer, (int) group)));
+        case HOBBIT_POLICY_FLD:    return n_layer - distance(layer, (int) group);
+        case HOBBIT_POLICY_LCU:    return n_tokens > 0 ? value / (COST_UNIT * n_tokens) : 0.0;
+        case HOBBIT_POLICY_LFRU:   return group / (n_tokens - value + 1.0);
+        default:                   return value;
+    }
+}
+
+double hobbit_pool::bonus(int64_t key, int layer, const hobbit_records * records) const {
+    if (params.policy != HOBBIT_POLICY_LCU || !records || records->entries[key].last < std::max(records->n_before, 1u)) {
+        return 0.0;
+    }
+    return 1.0 / (distance(layer, (int) (key / n_expert)) + 0.1);
+}
+
+double hobbit_pool::to_common_units(double score, const hobbit_records * records) const {
+    const double n_tokens = records ? std::max(records->n_tokens, 1u) : 1;
+    switch (params.policy) {
+        case HOBBIT_POLICY_HOBBIT:    return score / (n_tokens * n_layer * WEIGHT_UNIT);
+        case HOBBIT_POLICY_LFU:
+        case HOBBIT_POLICY_LFU_MODEL:
+        case HOBBIT_POLICY_LHU:       return score / n_tokens;
+        case HOBBIT_POLICY_GATE_MASS: return score + n_tokens * std::log2(MASS_KEPT);
+        default:                      return score;
+    }
+}
+
+double hobbit_pool::priority(int slot, int layer, const hobbit_records * const * records, int n_records) const {
+    const int64_t k = slots[slot].key;
+    if (params.policy == HOBBIT_POLICY_ORACLE) {
+        return oracle(k, layer);
+    }
+    double best = UNKNOWN;
+    for (int i = 0; i < std::max(n_records, 1); ++i) {
+        const hobbit_records * r = n_records > 0 ? records[i] : nullptr;
+        best = std::max(best, to_common_units(score(value_of(k, r), group_of(k, r), layer, r) + bonus(k, layer, r), r));
+    }
+    return best;
+}
+
+//
+// victims
+//
+
+// later entries of a heap are better to keep: a heap's front is the lowest
+struct keep_longer {
+    template <typename T>
+    bool operator()(const T & a, const T & b) const {
+        return a.value != b.value ? a.value > b.value : a.stamp > b.stamp;
+    }
+};
+
+void hobbit_pool::push(uint32_t group, const item & it) {
+    heap & h = groups[group];
+    h.push_back(it);
+    std::push_heap(h.begin(), h.end(), keep_longer());
+    n_items++;
+}
+
+void hobbit_pool::unpin(int slot) {
+    slot_info & s = slots[slot];
+    s.pins--;
+    if (s.pins == 0 && s.key >= 0 && !s.queued && heaps_valid) {
+        push(params.policy == HOBBIT_POLICY_LFRU ? 0 : group_of(s.key, nullptr), { UNKNOWN, 0, slot, s.serial });
+        s.queued = true;
+    }
+}
+
+void hobbit_pool::rebuild() {
+    groups.clear();
+    n_items = 0;
+    for (int i = 0; i < (int) slots.size(); ++i) {
+        slot_info & s = slots[i];
+        s.queued = s.key >= 0 && s.pins == 0;
+        if (s.queued) {
+            push(params.policy == HOBBIT_POLICY_LFRU ? 0 : group_of(s.key, nullptr), { UNKNOWN, 0, i, s.serial });
+        }
+    }
+    heaps_valid = true;
+}
+
+int hobbit_pool::victim(int layer, const hobbit_records * const * records, int n_records) {
+    const bool by_records = params.policy != HOBBIT_POLICY_LRU && params.policy != HOBBIT_POLICY_FLD;
+    if (params.policy == HOBBIT_POLICY_RANDOM) {
+        return victim_random();
+    }
+    if (params.policy == HOBBIT_POLICY_ORACLE || (by_records && n_records != 1)) {
+        return victim_scan(layer, records, n_records);
+    }
+    const hobbit_records * r = by_records ? records[0] : nullptr;
+    if (!heaps_valid || heaps_records != (r ? r->generation : 0) || n_items > 2 * slots.size() + 64) {
+        rebuild();
+        heaps_records = r ? r->generation : 0;
+    }
+    return victim_heaps(layer, r);
+}
+
+int hobbit_pool::victim_random() {
+    const auto next = [this] { // splitmix64
+        uint64_t z = random += 0x9e3779b97f4a7c15ull;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+        return z ^ z >> 31;
+    };
+    for (int i = 0; i < 64; ++i) {
+        const int slot = (int) (next() % slots.size());
+        if (slots[slot].pins == 0) {
+            return slot;
+        }
+    }
+    std::vector<int> unpinned; // nearly everything is pinned
+    for (int i = 0; i < (int) slots.size(); ++i) {
+        if (slots[i].pins == 0) {
+            unpinned.push_back(i);
+        }
+    }
+    return unpinned.empty() ? -1 : unpinned[next() % unpinned.size()];
+}
+
+int hobbit_pool::victim_scan(int layer, const hobbit_records * const * records, int n_records) const {
+    int    slot  = -1;
+    double p_min = 0.0;
+    for (int i = 0; i < (int) slots.size(); ++i) {
+        if (slots[i].pins > 0) {
+            continue;
+        }
+        looked_at++;
+        const double p = priority(i, layer, records, n_records);
+        // the older use goes first among equals
+        if (slot < 0 || p < p_min || (p == p_min && slots[i].stamp < slots[slot].stamp)) {
+            slot  = i;
+            p_min = p;
+        }
+    }
+    return slot;
+}
+
+int hobbit_pool::victim_heaps(int layer, const hobbit_records * records) {
+    int    slot  = -1;
+    double p_min = 0.0;
+
+    std::vector<item> kept;
+    for (auto it = groups.begin(); it != groups.end();) {
+        const uint32_t group = it->first;
+        heap &         h     = it->second;
+        // frequencies rise from group to group: when even the oldest use would score higher, all that follow do
+        if (slot >= 0 && params.policy == HOBBIT_POLICY_LFRU && score(0.0, group, layer, records) > p_min) {
+            break;
+        }
+        kept.clear();
+        while (!h.empty()) {
+            const item  top = h.front();
+            slot_info & s   = slots[top.slot];
+
+            looked_at++;
+            const bool gone = s.serial != top.serial;
+            if (!gone && s.pins == 0) {
+                const item     now       = { value_of(s.key, records), s.stamp, top.slot, s.serial };
+                const uint32_t now_group = group_of(s.key, records);
+                if (now.value == top.value && now.stamp == top.stamp && now_group == group) {
+                    const double p_least = score(now.value, group, layer, records); // of all that is left in this group
+                    if (slot >= 0 && (p_least > p_min || (p_least == p_min && now.stamp > slots[slot].stamp))) {
+                        break;
+                    }
+                    const double p = p_least + bonus(s.key, layer, records);
+                    std::pop_heap(h.begin(), h.end(), keep_longer());
+                    h.pop_back();
+                    n_items--;
+                    kept.push_back(now);
+                    if (slot < 0 || p < p_min || (p == p_min && now.stamp < slots[slot].stamp)) {
+                        slot  = now.slot;
+                        p_min = p;
+                    }
+                    if (p == p_least) {
+                        break;
+                    }
+                    continue;
+                }
+                std::pop_heap(h.begin(), h.end(), keep_longer());
+                h.pop_back();
+                n_items--;
+                push(now_group, now);
+                continue;
+            }
+            std::pop_heap(h.begin(), h.end(), keep_longer());
+            h.pop_back();
+            n_items--;
+            s.queued = gone ? s.queued : false; // unpin() brings it back
+        }
+        for (const item & i : kept) {
+            push(group, i);
+        }
+        it = h.empty() ? groups.erase(it) : std::next(it);
+    }
+    return slot;
 }
 
 int hobbit_pool::place(int layer, int expert, const hobbit_records * const * records, int n_records, bool evict, int64_t * evicted) {
@@ -52,18 +295,7 @@ int hobbit_pool::place(int layer, int expert, const hobbit_records * const * rec
         slot = free_slots.back();
         free_slots.pop_back();
     } else if (evict) {
-        float p_min = 0.0f;
-        for (int i = 0; i < (int) slots.size(); ++i) {
-            if (slots[i].pins > 0) {
-                continue;
-            }
-            const float p = params.policy == HOBBIT_POLICY_LRU ? 0.0f : priority(i, layer, records, n_records);
-            // the older use goes first among equals; under LRU all are equal
-            if (slot < 0 || p < p_min || (p == p_min && slots[i].stamp < slots[slot].stamp)) {
-                slot  = i;
-                p_min = p;
-            }
-        }
+        slot = victim(layer, records, n_records);
         if (slot < 0) {
             return -1;
         }
@@ -73,8 +305,10 @@ int hobbit_pool::place(int layer, int expert, const hobbit_records * const * rec
         return -1;
     }
 
-    slots[slot].key  = (int64_t) key(layer, expert);
-    slots[slot].pins = 1;
+    slots[slot] = slot_info();
+    slots[slot].key    = (int64_t) key(layer, expert);
+    slots[slot].pins   = 1;
+    slots[slot].serial = ++serials;
     slot_of[slots[slot].key] = slot;
     touch(slot);
     return slot;
@@ -112,6 +346,7 @@ std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
         moves.emplace_back(from, to);
     }
     slots.resize(n_slots);
+    heaps_valid = false;
     free_slots.clear();
     for (int i = n_slots - 1; i >= 0; --i) {
         if (slots[i].key < 0) {

@@ -3,7 +3,13 @@
 // Pure logic: no I/O, no memory, no ggml, no locks. A pool holds slots of one precision; a slot holds one whole expert.
 // moe_graph asks find(), pins what the running step needs, and calls place() for what is missing; banks and loader then put
 // bytes where place() said. Pinned slots are never evicted. Records are per sequence (HOBBIT section 3.4) and belong to a
-// context; the caller passes those of the sequences in the running step.
+// context; the caller passes those of the sequences in the running step. simulate drives the same pools from a trace.
+//
+// Finding the victim. Scores change with every token and layer, so that no one order of the slots lasts. But what a score is made
+// of only grows while a sequence runs, and within one group of slots (a layer; for LFRU, equal frequency) the rest of the score is
+// the same for all. So each group has a heap by that growing part, whose entries may be out of date but never too high; the best
+// of the tops, brought up to date, is the slot that a look at every slot would find. With records of several sequences at once
+// there is no such order, and every slot is looked at.
 
 #pragma once
 
@@ -11,13 +17,24 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <utility>
 #include <vector>
 
+// docs/policy.md has the formulas and where they come from
 enum hobbit_policy : int8_t {
-    HOBBIT_POLICY_HOBBIT, // Eq. 3: weighted recency, frequency, high-precision frequency, layer distance
-    HOBBIT_POLICY_LRU,    // least recently used, over all sequences
-    HOBBIT_POLICY_LFU,    // least frequently used in the current sequences
+    HOBBIT_POLICY_HOBBIT,    // Eq. 3: weighted recency, frequency, high-precision frequency, layer distance
+    HOBBIT_POLICY_LRU,       // least recently used, over all sequences
+    HOBBIT_POLICY_LFU,       // least frequently used in the current sequences
+    HOBBIT_POLICY_LFU_MODEL, // least frequently used since the model was loaded
+    HOBBIT_POLICY_LHU,       // least frequently used in high precision in the current sequences
+    HOBBIT_POLICY_FLD,       // farthest layer distance
+    HOBBIT_POLICY_LCU,       // least cost used, of MoE-APEX: uses weighted by bytes, plus nearness if used in the last pass
+    HOBBIT_POLICY_LFRU,      // uses over age
+    HOBBIT_POLICY_GATE_MASS, // gate weight, with exponential decay per token, as HybriMoE does
+    HOBBIT_POLICY_RANDOM,
+    HOBBIT_POLICY_ORACLE,    // whatever hobbit_pool::oracle says: the simulator only
 };
 
 struct hobbit_policy_params {
@@ -26,6 +43,8 @@ struct hobbit_policy_params {
     float w_lfu = 0.25f;
     float w_lhu = 0.25f;
     float w_fld = 0.25f;
+    float    low_cost = 0.25f; // B_low / B_high, of LCU
+    uint32_t seed     = 1;     // of RANDOM
 };
 
 // what one sequence did with every expert; key = layer * n_expert + expert
@@ -35,11 +54,15 @@ struct hobbit_records {
         uint32_t used = 0; // F: uses
         uint32_t high = 0; // H: uses in high precision
     };
-    uint32_t           n_tokens = 0; // T
-    std::vector<entry> entries;
+    uint32_t            n_tokens   = 0; // T
+    uint32_t            n_before   = 0; // T when the running pass began
+    uint64_t            generation = 0; // another one after each reset, over all records of the process
+    std::vector<entry>  entries;
+    std::vector<double> mass;           // log2 of the gate weight seen, each token's worth more than the last's; empty: not kept
 
-    void reset(size_t n_keys);
-    void use(size_t key, bool high);
+    void reset(size_t n_keys, bool with_mass = false);
+    void begin_pass(); // before the tokens of a step are added
+    void use(size_t key, bool high, float weight = 0.0f);
 };
 
 class hobbit_pool {
@@ -60,32 +83,73 @@ class hobbit_pool {
 
     void drop (int slot);           // empties a slot whatever its pins: its load failed
     void pin  (int slot) { slots[slot].pins++; }
-    void unpin(int slot) { slots[slot].pins--; }
+    void unpin(int slot);
     void touch(int slot) { slots[slot].stamp = ++clock; }
 
-    // Eq. 3 for the expert in a slot, seen from layer l_i; with several sequences the highest counts
-    float priority(int slot, int layer, const hobbit_records * const * records, int n_records) const;
+    // the policy's score for the expert in a slot, seen from a layer; with several sequences the highest counts. Eq. 3 is in its
+    // own units, [0, 1]. Not for RANDOM
+    double priority(int slot, int layer, const hobbit_records * const * records, int n_records) const;
 
     int     n_slots()        const { return (int) slots.size(); }
     int     n_used()         const { return (int) slots.size() - (int) free_slots.size(); }
     int64_t key_at(int slot) const { return slots[slot].key; } // -1: empty
     int     pins  (int slot) const { return slots[slot].pins; }
+    uint64_t stamp(int slot) const { return slots[slot].stamp; }
+
+    uint64_t n_looked_at() const { return looked_at; } // slots considered in search of victims, so far
+
+    std::function<double(int64_t key, int layer)> oracle; // of HOBBIT_POLICY_ORACLE: the lowest goes
 
   private:
     struct slot_info {
-        int64_t  key   = -1;
-        int32_t  pins  = 0;
-        uint64_t stamp = 0;
+        int64_t  key    = -1;
+        int32_t  pins   = 0;
+        uint32_t serial = 0;     // of this stay; 0: empty
+        bool     queued = false; // has an entry in a heap
+        uint64_t stamp  = 0;
     };
+    // an entry of a heap: what was known of a slot at some time. The truth is never lower
+    struct item {
+        double   value;
+        uint64_t stamp;
+        int32_t  slot;
+        uint32_t serial;
+    };
+    using heap = std::vector<item>;
 
     size_t key(int layer, int expert) const { return (size_t) layer * n_expert + expert; }
+
+    // a score in three steps: the part that grows, what is the same for a group, what the slot alone has. Units of one sequence
+    double   value_of(int64_t key, const hobbit_records * records) const;
+    uint32_t group_of(int64_t key, const hobbit_records * records) const;
+    double   score   (double value, uint32_t group, int layer, const hobbit_records * records) const;
+    double   bonus   (int64_t key, int layer, const hobbit_records * records) const;
+    double   to_common_units(double score, const hobbit_records * records) const;
+    int      distance(int from, int to) const { return (to - from + n_layer) % n_layer; }
+
+    void push(uint32_t group, const item & it);
+    void rebuild();
+    int  victim       (int layer, const hobbit_records * const * records, int n_records);
+    int  victim_random();
+    int  victim_scan  (int layer, const hobbit_records * const * records, int n_records) const;
+    int  victim_heaps (int layer, const hobbit_records * records);
 
     int n_layer;
     int n_expert;
 
     hobbit_policy_params   params;
+    int64_t                weight[4];  // of Eq. 3, whole numbers: sums are exact, and equal scores are equal
+    int64_t                low_cost;   // the same for LCU
     std::vector<slot_info> slots;
     std::vector<int>       slot_of;    // key -> slot
     std::vector<int>       free_slots; // a stack, lowest index on top
-    uint64_t               clock = 0;
+    uint64_t               clock   = 0;
+    uint32_t               serials = 0;
+    uint64_t               random;     // state of the generator
+    mutable uint64_t       looked_at = 0;
+
+    std::map<uint32_t, heap> groups;
+    size_t                   n_items       = 0;
+    bool                     heaps_valid   = false;
+    uint64_t                 heaps_records = 0; // generation of the records that values were taken from
 };

@@ -31,7 +31,8 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
     HOBBIT_OPTION("deterministic", "DETERMINISTIC", nullptr,
         "precision follows from the gate weights alone, whatever the cache holds (default: off)"),
     HOBBIT_OPTION("policy", "POLICY", "NAME",
-        "which expert leaves the cache first: hobbit (weighted score, see --hobbit-weights), lru, lfu (default: hobbit)"),
+        "which expert leaves the cache first: hobbit (weighted score, see --hobbit-weights), lru, lfu, lfu-model, lhu, fld, lcu,\n"
+        "lfru, gate-mass, random (default: hobbit)"),
     HOBBIT_OPTION("weights", "WEIGHTS", "A,B,C,D",
         "weights of recency, frequency, high-precision frequency and layer distance in the score of --hobbit-policy hobbit;\n"
         "scaled to sum to 1 (default: 0.25,0.25,0.25,0.25)"),
@@ -52,6 +53,8 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
     HOBBIT_OPTION("profile", "PROFILE", "FILE",
         "warm start: begin with the experts that FILE names, in the background, and write those that are resident to it when\n"
         "the program ends; a FILE of another model is left alone"),
+    HOBBIT_OPTION("trace", "TRACE", "FILE",
+        "write every choice of the router and what the cache did about it to FILE (docs/trace.md)"),
 };
 
 const hobbit_option * hobbit_option_get(int i) {
@@ -169,7 +172,8 @@ static bool parse_weights(const char * text, hobbit_policy_params & p) {
 
 static const char * rule_names  [] = { "high", "low", "hobbit", "article" }; // in the order of hobbit_rule
 static const char * io_names    [] = { "auto", "direct", "buffered" };       // in the order of hobbit_io
-static const char * policy_names[] = { "hobbit", "lru", "lfu" };             // in the order of hobbit_policy
+// in the order of hobbit_policy
+static const char * policy_names[] = { "hobbit", "lru", "lfu", "lfu-model", "lhu", "fld", "lcu", "lfru", "gate-mass", "random" };
 
 const char * hobbit_rule_name  (hobbit_rule rule)     { return rule_names[rule]; }
 const char * hobbit_policy_name(hobbit_policy policy) { return policy_names[policy]; }
@@ -217,7 +221,7 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
         want = "on or off";
     } else if (is("policy")) {
         ok   = parse_name(value, policy_names, c->policy.policy);
-        want = "hobbit, lru or lfu";
+        want = "hobbit, lru, lfu, lfu-model, lhu, fld, lcu, lfru, gate-mass or random";
     } else if (is("weights")) {
         ok   = parse_weights(value, c->policy);
         want = "four numbers >= 0, not all 0, with commas: recency,frequency,high-frequency,distance";
@@ -238,8 +242,8 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
         ok   = parse_float(value, 1.0f, 64.0f, n) && n == std::floor(n);
         want = "a whole number from 1 to 64";
         c->io_threads = ok ? (int) n : c->io_threads;
-    } else if (is("stats") || is("profile")) {
-        (is("stats") ? c->stats_path : c->profile_path) = value;
+    } else if (is("stats") || is("profile") || is("trace")) {
+        (is("stats") ? c->stats_path : is("trace") ? c->trace_path : c->profile_path) = value;
         ok   = value[0] != '\0';
         want = "the path of a file to write";
     } else {

@@ -38,6 +38,7 @@ struct hobbit_config {
     bool        check      = false;
     std::string stats_path;   // "": none
     std::string profile_path; // "": none
+    std::string trace_path;   // "": none
     bool        verbose    = false;
 };
 

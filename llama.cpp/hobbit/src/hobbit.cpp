@@ -332,6 +332,55 @@ static void load_profile(hobbit_model & model) {
     model.warm = hobbit_format("%d experts from %s, in the background", n, path.c_str());
 }
 
+//
+// trace
+//
+
+// the settings that a replay needs (docs/trace.md)
+static std::string trace_head(const hobbit_model & model) {
+    const hobbit_config &        config = model.config;
+    const hobbit_policy_params & policy = config.policy;
+
+    std::string text = hobbit_format("hobbit-trace %d\n", HOBBIT_TRACE_VERSION);
+    text += hobbit_format("arch %s\nn_layer %d\nn_expert %d\nn_expert_used %d\n", model.store.arch.c_str(),
+            model.store.n_layer(), model.store.n_expert(), model.n_expert_used);
+    for (int i = 0; i < model.store.n_layer(); ++i) {
+        const hobbit_layer & layer = model.store.layers[i];
+        text += hobbit_format("layer %d %d %d %llu %llu\n", i, layer.block, layer.n_expert,
+                (unsigned long long) hobbit_expert_bytes(layer, HOBBIT_LOW), (unsigned long long) hobbit_expert_bytes(layer, HOBBIT_HIGH));
+    }
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        text += hobbit_format("%s %d %zu\n", p == HOBBIT_LOW ? "slots_low" : "slots_high",
+                model.uses(p) ? model.pools[p].pool->n_slots() : 0, model.uses(p) ? model.slot_bytes(p) : 0);
+    }
+    text += hobbit_format("rule %s\nt1 %.9g\nt2 %.9g\nrenormalise %d\ndeterministic %d\n", hobbit_rule_name(config.thresholds.rule),
+            config.thresholds.t1, config.thresholds.t2, config.renormalise, config.deterministic);
+    text += hobbit_format("policy %s\nweights %.9g %.9g %.9g %.9g\nlow_cost %.9g\nseed %u\nlow_share %.9g\n", hobbit_policy_name(policy.policy),
+            policy.w_lru, policy.w_lfu, policy.w_lhu, policy.w_fld, policy.low_cost, policy.seed, config.low_share);
+    text += hobbit_format("prefetch %d\nadaptive %d\n", model.routers ? config.prefetch_depth : 0, config.prefetch_adaptive);
+    return text + hobbit_format("rows_evict_max %lld\nrows_predict_max %lld\n\n", (long long) HOBBIT_ROWS_EVICT_MAX, (long long) HOBBIT_ROWS_PREDICT_MAX);
+}
+
+static bool open_trace(hobbit_model & model, const std::string & path, std::string & err) {
+    auto trace = std::make_unique<hobbit_trace>();
+    if (!trace->open(path, trace_head(model), err)) {
+        return false;
+    }
+    // what is here already, in the order in which it was touched
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        std::vector<int> slots = model.uses(p) ? model.pools[p].pool->by_last_touch() : std::vector<int>();
+        for (size_t i = slots.size(); i-- > 0;) {
+            const int64_t key = model.pools[p].pool->key_at(slots[i]);
+            trace->event(HOBBIT_TRACE_RESIDENT, 0, (int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()), p);
+        }
+    }
+    model.loader->set_observer([to = trace.get()](const hobbit_read & read, uint64_t done, uint8_t state) {
+        to->event(HOBBIT_TRACE_DONE, read.weight->role | state << 8, read.weight->layer, read.expert, read.precision, done);
+    });
+    model.trace = std::move(trace);
+    return true;
+}
+
 static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_expert_used, std::string & err) {
     hobbit_config & config = model.config;
     if (!model.store.finish(err)) {
@@ -367,6 +416,9 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
     if (!plan_cache(model, in_use, plan, err)) {
         return false;
     }
+    if (in_use[HOBBIT_LOW] && in_use[HOBBIT_HIGH]) {
+        config.policy.low_cost = (float) model.slot_bytes(HOBBIT_LOW) / model.slot_bytes(HOBBIT_HIGH);
+    }
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
         if (!in_use[p]) {
             continue;
@@ -378,6 +430,7 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
         mem.pool  = std::make_unique<hobbit_pool>(model.store.n_layer(), model.store.n_expert(), plan.n_slots[p], config.policy);
         mem.state = std::vector<std::atomic<uint8_t>>((size_t) plan.n_slots[p] * HOBBIT_N_ROLES);
     }
+    model.totals.reset(model.n_keys());
     model.n_ring = plan.n_ring;
     if (!model.ring.alloc(model.ring_bytes(), plan.n_ring, err)) {
         return false;
@@ -390,6 +443,9 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
     }
     model.loader = std::make_unique<hobbit_loader>(config.io_threads, config.check);
 
+    if (!config.trace_path.empty() && !open_trace(model, config.trace_path, err)) {
+        return false;
+    }
     if (!config.profile_path.empty()) {
         load_profile(model);
     }
@@ -457,8 +513,19 @@ static void write_text(const std::string & path, const char * what, const std::s
     }
 }
 
+static void trace_stats(const hobbit_context & ctx, const hobbit_stats & stats, const hobbit_stats_labels & labels) {
+    const std::string text = hobbit_stats_to_json(stats, labels);
+    ctx.model->trace->event(HOBBIT_TRACE_STATS, ctx.trace_id, 0, 0, 0, 0, text.data(), text.size());
+}
+
 // idle: the model's step_mutex is held, so that the pools may be read
 static void report(const hobbit_context & ctx, const hobbit_stats & stats, const hobbit_stats_labels & labels, bool idle) {
+    if (ctx.model->trace && idle) {
+        trace_stats(ctx, stats, labels);
+        ctx.model->trace->flush();
+    } else if (ctx.model->trace) {
+        ctx.model->trace->try_flush();
+    }
     if (stats.steps == 0) {
         return;
     }
@@ -533,9 +600,11 @@ hobbit_context * hobbit_context_new(hobbit_model * model) {
     {
         std::lock_guard<std::mutex> lock(model->step_mutex);
         refresh_labels(*ctx);
+        ctx->trace_id = model->n_contexts++;
     }
 
-    if (!model->no_alloc && (model->config.verbose || !model->config.stats_path.empty() || !model->config.profile_path.empty())) {
+    if (!model->no_alloc && (model->config.verbose || !model->config.stats_path.empty() || !model->config.profile_path.empty() ||
+                             !model->config.trace_path.empty())) {
         std::lock_guard<std::mutex> lock(contexts_mutex);
         contexts.insert(ctx);
         if (model->config.verbose) {
@@ -562,13 +631,23 @@ void hobbit_context_free(hobbit_context * ctx) {
     delete ctx;
 }
 
+static void reset_records(hobbit_context & ctx, hobbit_records & records, int32_t seq_id) {
+    records.reset(ctx.model->n_keys(), ctx.model->config.policy.policy == HOBBIT_POLICY_GATE_MASS);
+    if (ctx.model->trace) {
+        ctx.model->trace->event(HOBBIT_TRACE_SEQUENCE, ctx.trace_id, 0, 0, 0, 0, &seq_id, sizeof(seq_id));
+    }
+}
+
 void hobbit_sequence_begin(hobbit_context * ctx, int32_t seq_id) {
     std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
-    ctx->records[seq_id].reset(ctx->model->n_keys());
+    reset_records(*ctx, ctx->records[seq_id], seq_id);
 }
 
 void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
     ctx->model->step_mutex.lock();
+    if (ctx->stats_were_reset.exchange(false, std::memory_order_relaxed)) {
+        ctx->model->trace_event(HOBBIT_TRACE_STATS_RESET, ctx->trace_id);
+    }
 
     ctx->token_seq.assign(ubatch->seq_id, ubatch->seq_id + ubatch->n_tokens);
     ctx->output_seq.clear();
@@ -577,17 +656,30 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
         auto [it, is_new] = ctx->records.try_emplace(ubatch->seq_id[i]);
         hobbit_records & records = it->second;
         if (is_new || (ubatch->pos && ubatch->pos[i] == 0)) {
-            records.reset(ctx->model->n_keys());
+            reset_records(*ctx, records, ubatch->seq_id[i]);
         }
-        records.n_tokens++;
         if (std::find(ctx->step_records.begin(), ctx->step_records.end(), &records) == ctx->step_records.end()) {
             ctx->step_records.push_back(&records);
+            records.begin_pass();
         }
+        records.n_tokens++;
         if (!ubatch->output || ubatch->output[i]) {
             ctx->output_seq.push_back(ubatch->seq_id[i]);
         }
     }
     ctx->decode     = (size_t) ubatch->n_tokens <= ctx->step_records.size();
+    ctx->model->totals.begin_pass();
+    ctx->model->totals.n_tokens += ubatch->n_tokens;
+    if (ctx->model->config.policy.policy == HOBBIT_POLICY_LFU_MODEL) {
+        ctx->step_records = { &ctx->model->totals };
+    }
+    if (ctx->model->trace) {
+        // n_tokens, n_outputs, then the sequence of each token and of each row that the last layer sees
+        std::vector<int32_t> payload = { ubatch->n_tokens, (int32_t) ctx->output_seq.size() };
+        payload.insert(payload.end(), ctx->token_seq.begin(),  ctx->token_seq.end());
+        payload.insert(payload.end(), ctx->output_seq.begin(), ctx->output_seq.end());
+        ctx->model->trace->event(HOBBIT_TRACE_STEP, ctx->trace_id, 0, 0, 0, 0, payload.data(), payload.size() * sizeof(int32_t));
+    }
     ctx->t_begin_us = ggml_time_us();
     ctx->demand_seconds = ctx->model->loader->demand_seconds();
     ctx->model->loader->take_error(); // of a prefetch that nobody needed
@@ -600,12 +692,15 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
     const uint64_t us    = ggml_time_us() - ctx->t_begin_us;
     const bool     ok    = !ctx->failed.load(std::memory_order_relaxed);
 
+    model.trace_event(HOBBIT_TRACE_END, ctx->trace_id, 0, 0, ok);
     if (!ok) {
         // what failed to load must not be found by the next step
         model.loader->drain();
         for (const auto & [precision, slot] : ctx->pinned) {
             for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
                 if (model.pools[precision].piece(slot, role).load() == HOBBIT_PIECE_FAILED) {
+                    const int64_t key = model.pools[precision].pool->key_at(slot);
+                    model.trace_event(HOBBIT_TRACE_FAIL, ctx->trace_id, (int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()), precision);
                     model.pools[precision].pool->drop(slot);
                     break;
                 }
@@ -650,6 +745,10 @@ static bool resize(hobbit_model & model, const hobbit_config & config, std::stri
         return false;
     }
     model.loader->drain();
+    if (model.trace) {
+        const int32_t payload[] = { plan.n_slots[HOBBIT_LOW], plan.n_slots[HOBBIT_HIGH] };
+        model.trace->event(HOBBIT_TRACE_RESIZE, 0, 0, 0, 0, 0, payload, sizeof(payload));
+    }
 
     // memory that grows comes first, so that a refusal can be undone
     hobbit_bank * banks [] = { &model.pools[HOBBIT_LOW].bank, &model.pools[HOBBIT_HIGH].bank, &model.ring };
@@ -732,6 +831,7 @@ static size_t copy_text(const std::string & text, char * buf, size_t buf_size) {
 }
 
 void hobbit_stats_reset(hobbit_context * ctx) {
+    ctx->stats_were_reset.store(true, std::memory_order_relaxed);
     std::lock_guard<std::mutex> lock(ctx->stats_mutex);
     const size_t n_layer = ctx->stats.layers.size();
     ctx->stats = hobbit_stats();
@@ -785,4 +885,42 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
 size_t hobbit_stats_table(hobbit_context * ctx, char * buf, size_t buf_size) {
     const auto [stats, labels] = snapshot(*ctx);
     return copy_text(hobbit_stats_to_table(stats, labels), buf, buf_size);
+}
+
+//
+// trace
+//
+
+bool hobbit_trace_start(hobbit_context * ctx, const char * path, char * err, size_t err_size) {
+    hobbit_model & model = *ctx->model;
+    const auto [stats, labels] = snapshot(*ctx);
+    std::lock_guard<std::mutex> lock(model.step_mutex);
+    if (model.trace) {
+        return hobbit_fail(err, err_size, hobbit_format("%s: a trace of this model is being written already", path));
+    }
+    std::string why;
+    if (!open_trace(model, path, why)) {
+        return hobbit_fail(err, err_size, why);
+    }
+    for (const auto & [seq_id, records] : ctx->records) {
+        const std::vector<uint8_t> payload = hobbit_trace_records(seq_id, records);
+        model.trace->event(HOBBIT_TRACE_RECORDS, ctx->trace_id, 0, 0, 0, 0, payload.data(), payload.size());
+    }
+    trace_stats(*ctx, stats, labels);
+    return true;
+}
+
+bool hobbit_trace_stop(hobbit_context * ctx, char * err, size_t err_size) {
+    hobbit_model & model = *ctx->model;
+    const auto [stats, labels] = snapshot(*ctx);
+    std::lock_guard<std::mutex> lock(model.step_mutex);
+    if (!model.trace) {
+        return hobbit_fail(err, err_size, "no trace of this model is being written");
+    }
+    trace_stats(*ctx, stats, labels);
+    model.loader->set_observer(nullptr);
+    std::string why;
+    const bool  ok = model.trace->close(why);
+    model.trace.reset();
+    return ok || hobbit_fail(err, err_size, why);
 }

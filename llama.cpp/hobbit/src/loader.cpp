@@ -35,6 +35,11 @@ hobbit_loader::~hobbit_loader() {
     }
 }
 
+void hobbit_loader::set_observer(observer f) {
+    std::lock_guard<std::mutex> lock(mutex);
+    on_end = std::move(f);
+}
+
 void hobbit_loader::submit(const hobbit_read & read, hobbit_urgency urgency) {
     read.state->store(HOBBIT_PIECE_LOADING, std::memory_order_relaxed);
     {
@@ -171,15 +176,16 @@ void hobbit_loader::run() {
             error = err;
         }
         j.done += size;
-        if (j.cancelled) {
-            j.read.state->store(HOBBIT_PIECE_ABSENT, std::memory_order_release);
-        } else if (!ok || j.done == total) {
-            j.read.state->store(ok ? HOBBIT_PIECE_READY : HOBBIT_PIECE_FAILED, std::memory_order_release);
-        } else {
+        if (ok && !j.cancelled && j.done < total) {
             // front: what is begun is finished first
             queues[j.urgency].push_front(j);
             continue;
         }
+        const uint8_t state = j.cancelled ? HOBBIT_PIECE_ABSENT : ok ? HOBBIT_PIECE_READY : HOBBIT_PIECE_FAILED;
+        if (on_end) {
+            on_end(j.read, j.done, state);
+        }
+        j.read.state->store(state, std::memory_order_release);
         cv_done.notify_all();
     }
 }

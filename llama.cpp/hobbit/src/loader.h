@@ -12,6 +12,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -57,6 +58,10 @@ class hobbit_loader {
     // the message of the first failure since the last call, "" if there was none
     std::string take_error();
 
+    // called when a read has ended, with its bytes and its state from now on, under the loader's lock; NULL: nothing is
+    using observer = std::function<void(const hobbit_read & read, uint64_t done, uint8_t state)>;
+    void set_observer(observer on_end);
+
     // seconds since the start in which a demand was under way
     double demand_seconds();
 
@@ -70,6 +75,8 @@ class hobbit_loader {
 
     void run();
     void count_demand(int change); // mutex held
+
+    observer on_end;
 
     std::mutex              mutex;
     std::condition_variable cv_work;

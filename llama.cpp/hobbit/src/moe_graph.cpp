@@ -5,12 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-// ubatches with more rows than this leave what is cached alone: they fill free slots and stream the rest
-static constexpr int64_t N_ROWS_EVICT_MAX = 32;
-
-// and with more rows than this most experts are chosen anyway: nothing to predict
-static constexpr int64_t N_ROWS_PREDICT_MAX = 8;
-
 // the order in which a layer's operations want the weights
 static constexpr hobbit_role ROLES_AS_USED[] = { HOBBIT_ROLE_GATE_UP, HOBBIT_ROLE_GATE, HOBBIT_ROLE_UP, HOBBIT_ROLE_DOWN };
 
@@ -111,6 +105,14 @@ static void load_experts(hobbit_model & model, int layer_index, const std::vecto
     }
 }
 
+uint64_t hobbit_expert_bytes(const hobbit_layer & layer, int precision) {
+    uint64_t bytes = 0;
+    for (const hobbit_weight * weight : layer.weight) {
+        bytes += weight ? weight->source[precision].expert_bytes : 0;
+    }
+    return bytes;
+}
+
 bool hobbit_warm(hobbit_model & model, int layer, int precision, int expert) {
     hobbit_pool & pool = *model.pools[precision].pool;
     int64_t evicted;
@@ -119,6 +121,7 @@ bool hobbit_warm(hobbit_model & model, int layer, int precision, int expert) {
         return false;
     }
     pool.unpin(slot);
+    model.trace_event(HOBBIT_TRACE_WARM, 0, layer, expert, precision, hobbit_expert_bytes(model.store.layers[layer], precision));
     load_experts(model, layer, { { expert, (int8_t) precision, slot } }, HOBBIT_PREFETCH);
     return true;
 }
@@ -142,14 +145,6 @@ static bool has_failed(hobbit_model & model, int precision, int slot) {
     return false;
 }
 
-static uint64_t expert_bytes(const hobbit_layer & layer, int precision) {
-    uint64_t bytes = 0;
-    for (const hobbit_weight * weight : layer.weight) {
-        bytes += weight ? weight->source[precision].expert_bytes : 0;
-    }
-    return bytes;
-}
-
 void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_precision * chosen) {
     hobbit_model & model = *ctx.model;
 
@@ -164,7 +159,7 @@ void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_preci
         pool.unpin(p.slot);
 
         const bool used = chosen && p.layer == layer && chosen[p.expert] == HOBBIT_PRECISION_LOW + p.precision;
-        uint64_t bytes = p.issued ? expert_bytes(l, p.precision) : 0;
+        uint64_t bytes = p.issued ? hobbit_expert_bytes(l, p.precision) : 0;
         if (!used && !is_ready(model, l, p.precision, p.slot) && pool.pins(p.slot) == 0) {
             uint64_t done = 0;
             for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
@@ -179,6 +174,7 @@ void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_preci
                 }
             }
             bytes = p.issued ? done : 0;
+            model.trace_event(HOBBIT_TRACE_CANCEL, ctx.trace_id, p.layer, p.expert, p.precision, bytes);
             pool.drop(p.slot);
         }
         std::lock_guard<std::mutex> lock(ctx.stats_mutex);
@@ -208,24 +204,28 @@ struct route_choice {
     hobbit_precision wanted;   // the highest that any of its tokens asks for
     hobbit_precision given;    // after looking at what is resident
     int              n_selected;
+    uint8_t          state;    // for the trace
 };
 
-static hobbit_precision choose(hobbit_model & model, int layer, int expert, hobbit_precision wanted) {
-    const bool has_low = model.uses(HOBBIT_LOW);
-    const auto is_here = [&](int precision) {
-        const int slot = model.pools[precision].pool->find(layer, expert);
-        return slot >= 0 && is_ready(model, model.store.layers[layer], precision, slot);
-    };
-    if (wanted == HOBBIT_PRECISION_LOW && !has_low) {
-        wanted = HOBBIT_PRECISION_HIGH;
+// where the copies of an expert are
+struct whereabouts {
+    int8_t in[HOBBIT_N_PRECISIONS]; // HOBBIT_TRACE_ABSENT, LOADING, READY
+};
+
+static whereabouts find_copies(hobbit_model & model, int layer, int expert) {
+    whereabouts copies = { { HOBBIT_TRACE_ABSENT, HOBBIT_TRACE_ABSENT } };
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        const int slot = model.uses(p) ? model.pools[p].pool->find(layer, expert) : -1;
+        if (slot >= 0) {
+            copies.in[p] = is_ready(model, model.store.layers[layer], p, slot) ? HOBBIT_TRACE_READY : HOBBIT_TRACE_LOADING;
+        }
     }
-    if (model.config.deterministic || wanted == HOBBIT_PRECISION_HIGH || !model.uses(HOBBIT_HIGH)) {
-        return wanted;
-    }
-    // what is here costs nothing: use the best copy there is
-    return is_here(HOBBIT_HIGH)           ? HOBBIT_PRECISION_HIGH :
-           has_low && is_here(HOBBIT_LOW) ? HOBBIT_PRECISION_LOW  :
-                                            wanted;
+    return copies;
+}
+
+static hobbit_precision choose(const hobbit_model & model, const whereabouts & copies, hobbit_precision wanted) {
+    return hobbit_precision_given(wanted, model.config.deterministic, model.uses(HOBBIT_LOW), model.uses(HOBBIT_HIGH),
+            copies.in[HOBBIT_LOW] == HOBBIT_TRACE_READY, copies.in[HOBBIT_HIGH] == HOBBIT_TRACE_READY);
 }
 
 static void route_experts(hobbit_route & route, const ggml_tensor * ids, const ggml_tensor * weights, std::vector<route_choice> & choices) {
@@ -243,6 +243,7 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
     asked.resize(n_used);
     index.assign(n_expert, -1);
     choices.clear();
+    ctx.selections.clear();
 
     const size_t key0 = (size_t) route.layer * model.store.n_expert();
 
@@ -258,18 +259,41 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
             GGML_ASSERT(id >= 0 && id < n_expert);
             if (index[id] < 0) {
                 index[id] = (int32_t) choices.size();
-                choices.push_back({ id, HOBBIT_PRECISION_SKIP, HOBBIT_PRECISION_SKIP, 0 });
+                choices.push_back({ id, HOBBIT_PRECISION_SKIP, HOBBIT_PRECISION_SKIP, 0, 0 });
             }
             route_choice & choice = choices[index[id]];
             choice.wanted = std::max(choice.wanted, asked[k]);
             choice.n_selected++;
-            if (records != ctx.records.end()) {
-                records->second.use(key0 + id, asked[k] == HOBBIT_PRECISION_HIGH);
+            if (model.trace) {
+                ctx.selections.add(id, w[k], asked[k]);
             }
+            if (records != ctx.records.end()) {
+                records->second.use(key0 + id, asked[k] == HOBBIT_PRECISION_HIGH, w[k]);
+            }
+            model.totals.use(key0 + id, asked[k] == HOBBIT_PRECISION_HIGH);
         }
     }
     for (route_choice & choice : choices) {
-        choice.given = choose(model, route.layer, choice.id, choice.wanted);
+        const whereabouts copies = find_copies(model, route.layer, choice.id);
+        choice.given = choose(model, copies, choice.wanted);
+        choice.state = hobbit_trace_state(0, choice.given, copies.in[HOBBIT_LOW], copies.in[HOBBIT_HIGH]);
+    }
+    if (model.trace) {
+        for (size_t i = 0; i < ctx.selections.ids.size(); ++i) {
+            ctx.selections.state[i] |= choices[index[ctx.selections.ids[i]]].state;
+        }
+        model.trace->selections(HOBBIT_TRACE_ROUTE, ctx.trace_id, route.layer, 0, false, (int) n_used, ctx.selections);
+    }
+}
+
+static void trace_read(hobbit_context & ctx, hobbit_trace_type type, int layer, int expert, int precision, int64_t evicted) {
+    const hobbit_model & model = *ctx.model;
+    if (model.trace) {
+        if (evicted >= 0) {
+            const int n_expert = model.store.n_expert();
+            model.trace->event(HOBBIT_TRACE_EVICT, ctx.trace_id, (int) (evicted / n_expert), (int) (evicted % n_expert), precision);
+        }
+        model.trace->event(type, ctx.trace_id, layer, expert, precision, hobbit_expert_bytes(model.store.layers[layer], precision));
     }
 }
 
@@ -301,6 +325,7 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
         int           slot = pool.find(route.layer, choice.id);
         if (slot >= 0 && has_failed(model, precision, slot) && pool.pins(slot) == 0) {
             // a read that nobody waited for; another try brings the bytes, or the reason
+            model.trace_event(HOBBIT_TRACE_FAIL, ctx.trace_id, route.layer, choice.id, precision);
             pool.drop(slot);
             slot = -1;
         }
@@ -326,11 +351,11 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
         const int precision = choice->given - HOBBIT_PRECISION_LOW;
 
         (precision == HOBBIT_HIGH ? count.misses_high     : count.misses_low)     += 1;
-        (precision == HOBBIT_HIGH ? count.read_bytes_high : count.read_bytes_low) += expert_bytes(layer, precision);
+        (precision == HOBBIT_HIGH ? count.read_bytes_high : count.read_bytes_low) += hobbit_expert_bytes(layer, precision);
 
         const auto place = [&](int64_t & evicted) {
             return model.pools[precision].pool->place(route.layer, choice->id,
-                    ctx.step_records.data(), (int) ctx.step_records.size(), n_rows <= N_ROWS_EVICT_MAX, &evicted);
+                    ctx.step_records.data(), (int) ctx.step_records.size(), n_rows <= HOBBIT_ROWS_EVICT_MAX, &evicted);
         };
         int64_t evicted;
         int     slot = place(evicted);
@@ -340,6 +365,7 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
             slot = place(evicted);
         }
         count.evictions += evicted >= 0 ? 1 : 0;
+        trace_read(ctx, slot >= 0 ? HOBBIT_TRACE_DEMAND : HOBBIT_TRACE_STREAM, route.layer, choice->id, precision, evicted);
 
         if (slot >= 0) {
             ctx.pinned.emplace_back(precision, slot);
@@ -375,14 +401,20 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
     std::vector<float>            weights(n_used);
     std::vector<hobbit_precision> asked(n_used);
 
+    bool go_on = true; // else what follows is only written to the trace
     for (int to = route.layer + 1; to <= route.layer + model.governor.depth() && to < model.store.n_layer(); ++to) {
         std::vector<hobbit_step_expert> loading;
+        ctx.selections.clear();
         for (int64_t row = 0; row < cur->ne[1]; ++row) {
             model.routers->predict(route.layer, to, (const float *) ((const char *) cur->data + row*cur->nb[1]), n_used, ids.data(), weights.data());
             hobbit_precision_score(model.config.thresholds, weights.data(), n_used, asked.data());
             for (int k = 0; k < n_used; ++k) {
-                const hobbit_precision given = choose(model, to, ids[k], asked[k]);
-                if (given == HOBBIT_PRECISION_SKIP) {
+                const whereabouts      copies = find_copies(model, to, ids[k]);
+                const hobbit_precision given  = choose(model, copies, asked[k]);
+                if (model.trace) {
+                    ctx.selections.add(ids[k], weights[k], hobbit_trace_state(asked[k], given, copies.in[HOBBIT_LOW], copies.in[HOBBIT_HIGH]));
+                }
+                if (!go_on || given == HOBBIT_PRECISION_SKIP) {
                     continue;
                 }
                 const int     precision = given - HOBBIT_PRECISION_LOW;
@@ -398,6 +430,7 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
                 if (slot < 0) {
                     continue;
                 }
+                trace_read(ctx, HOBBIT_TRACE_PREFETCH, to, ids[k], precision, evicted);
                 ctx.predicted.push_back({ to, ids[k], precision, slot, true });
                 loading.push_back({ ids[k], (int8_t) precision, slot });
                 std::lock_guard<std::mutex> lock(ctx.stats_mutex);
@@ -406,7 +439,11 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
             }
         }
         load_experts(model, to, loading, HOBBIT_PREFETCH);
-        if (!loading.empty()) {
+        if (model.trace) {
+            model.trace->selections(HOBBIT_TRACE_PREDICT, ctx.trace_id, route.layer, to, go_on, n_used, ctx.selections);
+        }
+        go_on = go_on && loading.empty();
+        if (!go_on && !(model.trace && !model.config.prefetch_adaptive)) {
             break;
         }
     }
@@ -482,7 +519,7 @@ static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
         route_place(route, choices, ids->ne[1]);
 
         const ggml_tensor * cur = dst->src[2];
-        if (cur && ctx.model->governor.depth() > 0 && ids->ne[1] <= N_ROWS_PREDICT_MAX) {
+        if (cur && ctx.model->governor.depth() > 0 && ids->ne[1] <= HOBBIT_ROWS_PREDICT_MAX) {
             route_prefetch(route, cur, (int) ids->ne[0]);
         }
     }

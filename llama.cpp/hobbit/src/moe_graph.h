@@ -15,6 +15,7 @@
 #include "prefetch.h"
 #include "stats.h"
 #include "store.h"
+#include "trace.h"
 
 #include "ggml-cpu.h"
 #include "ggml.h"
@@ -65,10 +66,13 @@ struct hobbit_model {
     hobbit_bank        ring;
     int                n_ring = 0;
 
+    std::unique_ptr<hobbit_trace>  trace;  // NULL: none; guarded by step_mutex. Outlives the loader, which reports to it
     std::unique_ptr<hobbit_loader> loader;
 
     std::unique_ptr<hobbit_router_bank> routers; // NULL: no prediction
     hobbit_governor                     governor;
+    int                                 n_contexts = 0;
+    hobbit_records                      totals;  // of all sequences since the load; guarded by step_mutex
 
     // held for the length of a step: steps of one model never overlap, which is what makes pins and ring simple
     std::mutex step_mutex;
@@ -86,6 +90,12 @@ struct hobbit_model {
     size_t ring_bytes() const; // of one place
     size_t bytes() const;      // of all memory reserved
     size_t bytes_in_use() const; // of what has been written to, about
+
+    void trace_event(hobbit_trace_type type, int context = 0, int layer = 0, int expert = 0, int precision = 0, uint64_t bytes = 0) const {
+        if (trace) {
+            trace->event(type, context, layer, expert, precision, bytes);
+        }
+    }
 };
 
 // one expert in the running step
@@ -124,6 +134,8 @@ struct hobbit_context {
     hobbit_model *                         model;
     std::vector<hobbit_route>              routes; // [n_layer]
     std::map<int32_t, hobbit_records>      records;
+    int                                    trace_id = 0; // of this context in the trace
+    hobbit_selections                      selections;   // of the running layer, for the trace
 
     // the running step
     std::vector<int32_t>                   token_seq;  // [n_tokens]
@@ -144,7 +156,17 @@ struct hobbit_context {
     std::mutex          stats_mutex;
     hobbit_stats        stats;
     hobbit_stats_labels labels; // as of the last step or resize
+    std::atomic<bool>   stats_were_reset { false }; // since the last step; for the trace
 };
+
+// ubatches with more rows than this leave what is cached alone: they fill free slots and stream the rest
+constexpr int64_t HOBBIT_ROWS_EVICT_MAX = 32;
+
+// and with more rows than this most experts are chosen anyway: nothing to predict
+constexpr int64_t HOBBIT_ROWS_PREDICT_MAX = 8;
+
+// bytes of one expert in the file
+uint64_t hobbit_expert_bytes(const hobbit_layer & layer, int precision);
 
 void hobbit_managed_init(hobbit_managed & managed, hobbit_model * model, hobbit_weight * weight);
 

@@ -17,6 +17,16 @@ static float usable(float w) {
     return std::isfinite(w) && w > 0.0f ? w : 0.0f;
 }
 
+hobbit_precision hobbit_precision_given(hobbit_precision wanted, bool deterministic, bool has_low, bool has_high, bool here_low, bool here_high) {
+    if (wanted == HOBBIT_PRECISION_LOW && !has_low) {
+        wanted = HOBBIT_PRECISION_HIGH;
+    }
+    if (deterministic || wanted == HOBBIT_PRECISION_HIGH || !has_high) {
+        return wanted;
+    }
+    return here_high ? HOBBIT_PRECISION_HIGH : here_low ? HOBBIT_PRECISION_LOW : wanted;
+}
+
 void hobbit_precision_unimportance(const float * weights, int n, float * score) {
     thread_local std::vector<int>   rank;
     thread_local std::vector<float> clean;

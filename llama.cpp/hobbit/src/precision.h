@@ -29,5 +29,9 @@ struct hobbit_thresholds {
 // out[n]: their precision. The largest weight is always high under HOBBIT and ARTICLE.
 void hobbit_precision_score(const hobbit_thresholds & th, const float * weights, int n, hobbit_precision * out);
 
+// what an expert gets that is wanted in one precision: another if that does not exist, and, unless the answer must not depend on
+// the cache, the best copy that is here, which costs nothing
+hobbit_precision hobbit_precision_given(hobbit_precision wanted, bool deterministic, bool has_low, bool has_high, bool here_low, bool here_high);
+
 // the unimportance score of each expert: the normalised weight of all that rank before it, s_0 = 0
 void hobbit_precision_unimportance(const float * weights, int n, float * score);

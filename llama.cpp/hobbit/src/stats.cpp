@@ -41,7 +41,7 @@ hobbit_counters hobbit_stats::total() const {
     return sum;
 }
 
-static std::string counters_to_json(const hobbit_counters & c) {
+std::string hobbit_counters_to_json(const hobbit_counters & c) {
     std::string text;
     for (const auto & f : fields) {
         text += hobbit_format("%s\"%s\": %" PRIu64, text.empty() ? "" : ", ", f.name, c.*f.member);
@@ -63,9 +63,9 @@ std::string hobbit_stats_to_json(const hobbit_stats & s, const hobbit_stats_labe
         text += (i > 0 ? ", \"" : "\"") + l.resident[i] + "\"";
     }
     text += "],\n";
-    text += "  \"total\": {" + counters_to_json(s.total()) + "},\n  \"layers\": [\n";
+    text += "  \"total\": {" + hobbit_counters_to_json(s.total()) + "},\n  \"layers\": [\n";
     for (size_t i = 0; i < s.layers.size(); ++i) {
-        text += hobbit_format("    {\"block\": %d, ", l.blocks[i]) + counters_to_json(s.layers[i]) + (i + 1 < s.layers.size() ? "},\n" : "}\n");
+        text += hobbit_format("    {\"block\": %d, ", l.blocks[i]) + hobbit_counters_to_json(s.layers[i]) + (i + 1 < s.layers.size() ? "},\n" : "}\n");
     }
     return text + "  ]\n}\n";
 }

@@ -60,5 +60,6 @@ struct hobbit_stats_labels {
     std::vector<std::string> resident; // layer -> a digit per expert: 0 absent, 1 low, 2 high
 };
 
+std::string hobbit_counters_to_json(const hobbit_counters & counters); // the fields, without braces
 std::string hobbit_stats_to_json (const hobbit_stats & stats, const hobbit_stats_labels & labels);
 std::string hobbit_stats_to_table(const hobbit_stats & stats, const hobbit_stats_labels & labels);

@@ -1,0 +1,178 @@
+"""Traces: a replay with the recorded settings counts what the engine counted; a reader finds what is in the file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import BUILD, ROOT, clean_environment, program
+
+from hobbit_py import trace as trace_
+from hobbit_py.replay import Replay
+from hobbit_py.trace import Layer, Trace, TraceWriter
+
+HIGH = ROOT / "models/tiny-moe/tiny-moe-F16.gguf"
+LOW = BUILD / "models/tiny-moe-Q4_0.gguf"
+TEXT = ROOT / "models/tiny-moe/heldout.txt"
+
+TIMES = {"stall_us"}  # all that a replay does not take again
+
+
+def record(folder: Path, *options: object, tool: str = "llama-completion") -> tuple[Path, dict[str, object]]:
+    """A trace, and the statistics of the same run."""
+    trace, stats = folder / "run.trace", folder / "stats.json"
+    arguments: list[object] = [
+        program(tool),
+        "-m",
+        HIGH,
+        "--hobbit-trace",
+        trace,
+        "--hobbit-stats",
+        stats,
+        "-t",
+        2,
+        *options,
+    ]
+    if tool == "llama-completion":
+        arguments += [
+            "-no-cnv",
+            "-p",
+            "In the beginning God created the heaven and the earth",
+            "-n",
+            48,
+            "--ignore-eos",
+        ]
+    done = subprocess.run(
+        list(map(str, arguments)),
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return trace, json.loads(stats.read_text())
+
+
+def assert_replay_equals(trace: Path, stats: dict[str, object]) -> None:
+    with Replay(trace) as replay:
+        result = replay.run()
+    assert result["recorded"]
+    assert result["divergences"] == 0
+    assert len(result["contexts"]) == 1
+    for ours, theirs in zip(result["contexts"][0]["layers"], stats["layers"], strict=True):
+        for name, value in ours.items():
+            assert name in TIMES or value == theirs[name], (theirs["block"], name)
+
+
+SMALL = ["--hobbit-low", LOW, "--hobbit-cache", "8MiB"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--hobbit-deterministic", "--hobbit-prefetch", "3"],
+        ["--hobbit-precision", "high", "--hobbit-low-share", "0.5", "--hobbit-policy", "lru"],
+        ["--hobbit-policy", "lfu-model", "--hobbit-low-share", "0.4", "--hobbit-prefetch", "off"],
+        ["--hobbit-policy", "lcu", "--hobbit-t2", "1"],
+        ["--hobbit-policy", "lfru", "--hobbit-prefetch", "8"],
+        ["--hobbit-policy", "gate-mass", "--hobbit-weights", "1,2,3,4"],
+        ["--hobbit-policy", "random", "-ub", "4"],
+    ],
+    ids=lambda options: " ".join(map(str, options)) or "defaults",
+)
+def test_replay_with_the_recorded_settings_gives_the_engines_counters(tmp_path: Path, options: list[object]) -> None:
+    trace, stats = record(tmp_path, *SMALL, *options)
+    assert stats["total"]["misses_high"] > 0 and stats["total"]["evictions"] > 0  # type: ignore[index]
+    assert_replay_equals(trace, stats)
+
+
+def test_replay_of_many_sequences_and_long_ubatches(tmp_path: Path) -> None:
+    """Four sequences at a time, ubatches that evict and such that stream."""
+    options = ["-f", TEXT, "-c", 64, "-b", 256, "-ub", 48, "--chunks", 8, *SMALL]
+    trace, stats = record(tmp_path, *options, tool="llama-perplexity")
+    assert stats["total"]["streamed"] > 0  # type: ignore[index]
+    assert_replay_equals(trace, stats)
+
+
+def test_trace_is_what_its_page_says(tmp_path: Path) -> None:
+    file, stats = record(tmp_path, *SMALL, "--hobbit-prefetch", "2")
+    trace = Trace.load(file)
+    total = stats["total"]
+    assert isinstance(total, dict)
+    assert [layer.n_expert for layer in trace.layers] == [16] * 6
+    assert trace.settings["policy"] == stats["policy"]
+    # the statistics began anew after the warm-up run
+    begin = int(np.flatnonzero(trace.heads["type"] == trace_.STATS_RESET).max(initial=-1)) + 1
+    warm_up = int((trace.heads["type"][:begin] == trace_.STEP).sum())
+    routes = [route for route in trace.routes() if route.step >= warm_up]
+    trace.heads = trace.heads[begin:]
+    count = trace.count()
+    assert count["step"] == count["end"] == stats["steps"]
+    assert count["demand"] + count.get("stream", 0) == total["misses_high"] + total["misses_low"]
+    assert count["prefetch"] == total["prefetch_issued"]
+    assert count["evict"] == total["evictions"]
+    assert len(routes) == 6 * count["step"]
+    given = np.concatenate([r.given.ravel() for r in routes])
+    for value, name in ((trace_.HIGH, "high"), (trace_.LOW, "low"), (trace_.SKIP, "skip")):
+        assert (given == value).sum() == total[f"selected_{name}"]
+    for route in routes:
+        assert np.allclose(route.weights.sum(axis=1), 1, atol=1e-3)  # this model normalises its gate weights
+        assert (np.sort(route.ids, axis=1)[:, 1:] != np.sort(route.ids, axis=1)[:, :-1]).all()
+    reads = trace.heads[np.isin(trace.heads["type"], (trace_.DEMAND, trace_.STREAM))]
+    assert reads["bytes"].sum() == total["read_bytes_high"] + total["read_bytes_low"]
+    predicted = list(trace.predictions())
+    assert {(p.to - p.layer) for p in predicted} == {1, 2}
+    assert trace.stats()[-1][1]["total"] == total
+
+
+def test_damaged_traces_are_refused(tmp_path: Path) -> None:
+    writer = TraceWriter({"slots_high": [4, 100], "rule": "high"}, [Layer(0, 8, 0, 100)])
+    writer.sequence()
+    for expert in (1, 2, 1):
+        writer.step([(np.array([[expert]]), np.ones((1, 1)))])
+    file = tmp_path / "a.trace"
+    writer.save(file)
+    with Replay(file) as replay:
+        total = replay.run(slots_high=4)["total"]
+    assert (total["lookups"], total["hits"], total["misses_high"]) == (3, 1, 2)
+
+    data = file.read_bytes()
+    for bad, words in [
+        (data.replace(b"trace 1", b"trace 7", 1), "version 7"),
+        (b"GGUF" + data, "not a trace"),
+        (data.replace(b"layer 0 0 8 0 100", b"layer 0 0 2 0 100", 1), "does not fit"),
+    ]:
+        file.write_bytes(bad)
+        with pytest.raises(ValueError, match=words):
+            Replay(file)
+    file.write_bytes(data[:-30])  # a run that was killed: what is whole counts
+    with Replay(file) as replay:
+        assert replay.run(slots_high=4)["total"]["lookups"] == 2
+
+
+def test_a_trace_of_an_unwritable_place_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            str(program("llama-completion")),
+            "-m",
+            str(HIGH),
+            "--hobbit-trace",
+            str(tmp_path / "no/such.trace"),
+            "-p",
+            "a",
+            "-n",
+            "1",
+        ],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "such.trace: the trace cannot be written" in done.stderr
