@@ -5,7 +5,9 @@
 
 A whole CUDA build takes long and a toolkit; this one catches the errors that a patch can
 make in minutes and needs nvcc alone. A touched header is checked through the .cu files of
-its folder that include it directly. FILE.cu (relative to ggml/src/ggml-cuda) adds files.
+its folder that include it directly, and through one of the template instances that do; a
+header that most files include, through the touched files alone. FILE.cu (relative to
+ggml/src/ggml-cuda) adds files.
 Where the toolkit has no cuBLAS headers, they come from the nvidia-cublas wheel, which is
 unpacked into the output folder. Without nvcc this says so and succeeds.
 """
@@ -24,6 +26,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CUDA_FOLDER = "ggml/src/ggml-cuda/"
+MANY_USERS = 16
 DEFINITIONS = {
     "GGML_CUDA_PEER_MAX_BATCH_SIZE": "128",
     "GGML_CUDA_USE_GRAPHS": "1",
@@ -49,9 +52,14 @@ def files_to_compile(folder: Path, touched: list[str]) -> list[str]:
     files = {name for name in touched if name.endswith(".cu")}
     for header in {Path(name).name for name in touched if not name.endswith(".cu")}:
         include = re.compile(rf'^\s*#\s*include\s+"(?:[^"]*/)?{re.escape(header)}"', re.M)
-        for path in folder.glob("*.cu"):
-            if include.search(path.read_text(encoding="utf-8")):
-                files.add(path.name)
+        users = [
+            sorted(str(p.relative_to(folder)) for p in folder.glob(pattern) if include.search(p.read_text("utf-8")))
+            for pattern in ("*.cu", "template-instances/*.cu")
+        ]
+        if len(users[0]) > MANY_USERS:
+            continue
+        files.update(users[0])
+        files.update(users[1][-1:])
     return sorted(files)
 
 

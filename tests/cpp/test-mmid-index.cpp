@@ -1,0 +1,258 @@
+// The indices that ggml-cuda's MUL_MAT_ID works with (mmid.cu and mmid.cuh of patch 0008), on the host, against the CPU
+// operation: the kernel that sorts a batch's rows by expert runs from its own source, with negative ids among them.
+// Every buffer ends at a page that cannot be touched, and holds garbage before.
+
+#include "mmid.cuh"
+#include "mmid-on-host.cu" // CMake writes it: mmid.cu with launches as function calls
+
+#include "check.h"
+#include "ggml-backend.h"
+#include "ggml-cpp.h"
+#include "ggml-cpu.h"
+
+#include <algorithm>
+#include <random>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+char data_mm_ids_helper[SHARED_BYTES];
+
+static std::mt19937 rng(1);
+
+template <typename T>
+struct guarded {
+    char * base;
+    size_t mapped;
+    T *    data;
+    size_t n;
+
+    explicit guarded(size_t n) : n(n) {
+        const size_t page = sysconf(_SC_PAGESIZE);
+        const size_t size = GGML_PAD(std::max<size_t>(n*sizeof(T), 1), page);
+        mapped = size + 2*page;
+        base   = (char *) mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        GGML_ASSERT(base != MAP_FAILED);
+        mprotect(base, page, PROT_NONE);
+        mprotect(base + page + size, page, PROT_NONE);
+        data = (T *) (base + page + size - n*sizeof(T));
+        memset((void *) data, 0xaa, n*sizeof(T));
+    }
+    ~guarded() { munmap(base, mapped); }
+    guarded(const guarded &) = delete;
+    T & operator[](size_t i) { return data[i]; }
+};
+
+struct batch {
+    int n_experts, n_tokens, n_used, nchannels_y; // nchannels_y: input rows of a token
+    int si1;                                      // ids from one token to the next
+    std::vector<int32_t> ids;
+
+    int32_t id(int it, int iex) const { return ids[it*si1 + iex]; }
+};
+
+static batch random_batch(int n_experts, int n_tokens, int n_used, bool broadcast, int negative_percent) {
+    batch b = { n_experts, n_tokens, n_used, broadcast ? 1 : n_used, n_used + 3, {} };
+    b.ids.assign((n_tokens - 1)*b.si1 + n_used, 1 << 30); // what lies between the rows is no id
+    for (int it = 0; it < n_tokens; ++it) {
+        std::vector<int32_t> experts(n_experts);
+        for (int e = 0; e < n_experts; ++e) {
+            experts[e] = e;
+        }
+        std::shuffle(experts.begin(), experts.end(), rng);
+        for (int iex = 0; iex < n_used; ++iex) {
+            const bool negative = (int) (rng() % 100) < negative_percent;
+            b.ids[it*b.si1 + iex] = negative ? (rng() % 2 ? -1 : INT_MIN) : experts[iex];
+        }
+    }
+    return b;
+}
+
+static const int N_EMBD = 4;
+static const int N_ROWS = 37;
+
+// small integers, so that sums are exact in any order
+static std::vector<float> random_floats(size_t n) {
+    std::vector<float> values(n);
+    for (float & v : values) {
+        v = (float) ((int) (rng() % 15) - 7);
+    }
+    return values;
+}
+
+static std::vector<float> cpu_result(ggml_backend_t backend, const batch & b, const std::vector<float> & weights, const std::vector<float> & input,
+        const std::vector<float> * before) {
+    ggml_init_params params = { ggml_tensor_overhead()*16 + ggml_graph_overhead(), nullptr, true };
+    ggml_context_ptr ctx(ggml_init(params));
+    ggml_tensor * as  = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, N_EMBD, N_ROWS, b.n_experts);
+    ggml_tensor * cur = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, N_EMBD, b.nchannels_y, b.n_tokens);
+    ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, b.n_used, b.n_tokens);
+    ggml_tensor * dst = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, N_ROWS, b.n_used, b.n_tokens);
+    ggml_tensor * out = before ? ggml_mul_mat_id_into(ctx.get(), as, cur, ids, dst) : ggml_mul_mat_id(ctx.get(), as, cur, ids);
+    ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend));
+    ggml_backend_tensor_set(as,  weights.data(), 0, ggml_nbytes(as));
+    ggml_backend_tensor_set(cur, input.data(),   0, ggml_nbytes(cur));
+    for (int it = 0; it < b.n_tokens; ++it) {
+        ggml_backend_tensor_set(ids, b.ids.data() + it*b.si1, it*ids->nb[1], b.n_used*sizeof(int32_t));
+    }
+    if (before) {
+        ggml_backend_tensor_set(dst, before->data(), 0, ggml_nbytes(dst));
+    }
+    ggml_cgraph * gf = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(gf, out);
+    CHECK(ggml_backend_graph_compute(backend, gf) == GGML_STATUS_SUCCESS);
+    std::vector<float> result(ggml_nelements(out));
+    ggml_backend_tensor_get(out, result.data(), 0, ggml_nbytes(out));
+    return result;
+}
+
+static float dot(const float * a, const float * b) {
+    float sum = 0.0f;
+    for (int i = 0; i < N_EMBD; ++i) {
+        sum += a[i]*b[i];
+    }
+    return sum;
+}
+
+// what mmq and mmf do with the helper's maps, expert by expert
+static void check_helper(ggml_backend_t backend, const batch & b, bool keep_rows, bool write_inverse) {
+    const int n_rows = b.n_tokens*b.n_used;
+    const int sis1   = b.nchannels_y;
+
+    const std::vector<float> weights = random_floats((size_t) N_EMBD*N_ROWS*b.n_experts);
+    const std::vector<float> input   = random_floats((size_t) N_EMBD*b.nchannels_y*b.n_tokens);
+    const std::vector<float> before  = random_floats((size_t) N_ROWS*n_rows);
+
+    guarded<int32_t> ids(b.ids.size());
+    guarded<int32_t> ids_src1(n_rows);
+    guarded<int32_t> ids_dst(n_rows);
+    guarded<int32_t> bounds(b.n_experts + 1);
+    guarded<float>   dst((size_t) N_ROWS*n_rows);
+    std::copy(b.ids.begin(), b.ids.end(), ids.data);
+    std::copy(before.begin(), before.end(), dst.data);
+
+    ggml_cuda_launch_mm_ids_helper(ids.data, ids_src1.data, ids_dst.data, bounds.data,
+        keep_rows ? nullptr : dst.data, N_ROWS, N_ROWS, (int64_t) N_ROWS*b.n_used,
+        b.n_experts, b.n_tokens, b.n_used, b.nchannels_y, b.si1, sis1, write_inverse, nullptr);
+
+    CHECK(bounds[0] == 0);
+    CHECK(bounds[b.n_experts] <= n_rows);
+    for (int e = 0; e < b.n_experts; ++e) {
+        CHECK(bounds[e] <= bounds[e + 1]);
+    }
+    for (int i = 0; i < n_rows; ++i) {
+        CHECK(ids_dst[i] >= 0 && ids_dst[i] < n_rows);
+    }
+
+    // src1 in compact order, as the quantisers make it: from every place of the forward map, or to every place of the inverse one
+    std::vector<const float *> compact(n_rows, nullptr);
+    for (int it = 0; it < b.n_tokens; ++it) {
+        for (int iex = 0; iex < b.n_used; ++iex) {
+            const int i = it*b.n_used + iex;
+            if (!write_inverse) {
+                CHECK(ids_src1[i] >= 0 && ids_src1[i] < b.n_tokens*b.nchannels_y);
+                compact[i] = input.data() + ids_src1[i]*N_EMBD;
+            } else if (b.id(it, iex) < 0) {
+                CHECK(ids_src1[i] == -1);
+            } else {
+                CHECK(ids_src1[i] >= 0 && ids_src1[i] < bounds[b.n_experts]);
+                CHECK(compact[ids_src1[i]] == nullptr);
+                compact[ids_src1[i]] = input.data() + (it*sis1 + iex % b.nchannels_y)*N_EMBD;
+            }
+        }
+    }
+
+    std::vector<bool> written(n_rows, false);
+    for (int e = 0; e < b.n_experts; ++e) {
+        for (int i = bounds[e]; i < bounds[e + 1]; ++i) {
+            CHECK(compact[i] != nullptr && !written[ids_dst[i]]);
+            written[ids_dst[i]] = true;
+            for (int row = 0; row < N_ROWS && compact[i]; ++row) {
+                dst[(size_t) ids_dst[i]*N_ROWS + row] = dot(weights.data() + ((size_t) e*N_ROWS + row)*N_EMBD, compact[i]);
+            }
+        }
+    }
+    const std::vector<float> want = cpu_result(backend, b, weights, input, keep_rows ? &before : nullptr);
+    CHECK(std::equal(want.begin(), want.end(), dst.data));
+}
+
+// the general path: rows gathered in sorted order, multiplied expert by expert, gathered back
+static void check_sorted(ggml_backend_t backend, const batch & b, bool keep_rows) {
+    const int n_rows = b.n_tokens*b.n_used;
+
+    const std::vector<float> weights = random_floats((size_t) N_EMBD*N_ROWS*b.n_experts);
+    const std::vector<float> input   = random_floats((size_t) N_EMBD*b.nchannels_y*b.n_tokens);
+    const std::vector<float> before  = random_floats((size_t) N_ROWS*n_rows);
+
+    const ggml_cuda_mmid_sorted sorted = ggml_cuda_mmid_sort(b.ids.data(), 1, b.si1, b.n_experts, b.n_tokens, b.n_used, b.nchannels_y);
+    CHECK((int) sorted.to_sorted.size() == n_rows && (int) sorted.from_sorted.size() == n_rows);
+
+    std::vector<float> rows((size_t) N_ROWS*n_rows);
+    int i = 0;
+    for (int e = 0; e < b.n_experts; ++e) {
+        for (int j = 0; j < sorted.tokens_per_expert[e]; ++j, ++i) {
+            for (int row = 0; row < N_ROWS; ++row) {
+                rows[i*N_ROWS + row] = dot(weights.data() + ((size_t) e*N_ROWS + row)*N_EMBD, input.data() + sorted.to_sorted[i]*N_EMBD);
+            }
+        }
+    }
+    CHECK(i == sorted.n_computed);
+    for (; i < n_rows; ++i) {
+        for (int row = 0; row < N_ROWS; ++row) {
+            rows[i*N_ROWS + row] = keep_rows ? before[sorted.to_sorted[i]*N_ROWS + row] : 0.0f;
+        }
+    }
+    std::vector<float> result;
+    for (int32_t from : sorted.from_sorted) {
+        result.insert(result.end(), rows.begin() + from*N_ROWS, rows.begin() + (from + 1)*N_ROWS);
+    }
+    CHECK(result == cpu_result(backend, b, weights, input, keep_rows ? &before : nullptr));
+}
+
+// kernels over rows of dst: blocks of n_block rows, the last one not full
+static void check_skip_row(int nrows, int n_block, int nlanes, bool keep_rows) {
+    guarded<float> row(nrows);
+    std::fill(row.data, row.data + nrows, 1.0f);
+    for (int row0 = 0; row0 < nrows; row0 += n_block) {
+        for (int lane = 0; lane < nlanes; ++lane) {
+            ggml_cuda_mmid_skip_row(row.data, row0, n_block, nrows, keep_rows, lane, nlanes);
+        }
+        // and nothing of the next block
+        for (int i = 0; i < nrows; ++i) {
+            CHECK(row[i] == (keep_rows || i >= row0 + n_block ? 1.0f : 0.0f));
+        }
+    }
+}
+
+int main() {
+    cuda_on_host::shared_memory = data_mm_ids_helper;
+
+    ggml_backend_ptr backend(ggml_backend_cpu_init());
+    for (int n_used : { 1, 2, 4, 5, 6, 8, 10, 16, 32, 40 }) {
+        for (int n_tokens : { 1, 7, 37 }) {
+            for (int negative_percent : { 0, 40, 100 }) {
+                for (int flags = rng() % 4; flags < 8; flags += 4) {
+                    const bool  broadcast     = flags & 1;
+                    const bool  keep_rows     = flags & 2;
+                    const bool  write_inverse = broadcast && n_used > 1; // as mmq decides
+                    const batch b             = random_batch(n_used + (flags & 4 ? 0 : 3), n_tokens, n_used, broadcast, negative_percent);
+                    cuda_on_host::reverse_blocks = rng() % 2;
+                    check_helper(backend.get(), b, keep_rows, write_inverse);
+                    if (write_inverse) {
+                        check_helper(backend.get(), b, keep_rows, false); // as mmf asks
+                    }
+                    check_sorted(backend.get(), b, keep_rows);
+                }
+            }
+        }
+    }
+    for (int nrows : { 1, 31, 32, 33, 100 }) {
+        for (int n_block : { 1, 2, 4, 32 }) {
+            for (int nlanes : { 1, 32, 64 }) {
+                check_skip_row(nrows, n_block, nlanes, false);
+                check_skip_row(nrows, n_block, nlanes, true);
+            }
+        }
+    }
+    return check_result("mmid-index");
+}
