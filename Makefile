@@ -40,6 +40,7 @@ help:
 	@echo "make build        the programs, in $(BUILD)/bin"
 	@echo "make lint         ruff and mypy"
 	@echo "make check-stock  build unpatched upstream in $(BUILD)/stock and compare with it (slow, by hand)"
+	@echo "make bench        decode, prefill, prefetch and memory under a cap: root, an hour, 8 GB of disk"
 	@echo "make cuda-check   compile the CUDA files that the patches touch, where nvcc is installed"
 	@echo "make binding      llama-cpp-python in .venv, without its own native build"
 	@echo "make clean        remove $(BUILD) except the download; make distclean: that and .venv too"
@@ -146,6 +147,28 @@ check-stock: build binding
 	$(call say,building unpatched upstream in $(BUILD)/stock)
 	@cmake --build $(BUILD)/stock --target hobbit-tools -j $(JOBS)
 	@$(PY) tests/check_stock.py --fork $(BUILD)/bin --stock $(BUILD)/stock/bin --model $(HIGH)
+
+# BENCH_DIR wants a disk, not memory
+BENCH_DIR  ?= /var/tmp/hobbit-bench
+BENCH_K    ?= 44
+.PHONY: bench
+bench: export PYTHONPATH := $(CURDIR)
+bench: build $(LOW) $(VENV)/.stamp-test
+	$(call say,tiny-moe with experts $(BENCH_K) and 10 times as wide, in $(BENCH_DIR))
+	@mkdir -p $(BENCH_DIR)
+	@for k in $(BENCH_K) 10; do \
+	    high=$(BENCH_DIR)/tiny-moe-x$$k-F16.gguf low=$(BENCH_DIR)/tiny-moe-x$$k-Q4_0.gguf; \
+	    [ -f $$high ] || $(PY) bench/inflate.py $(HIGH) -o $$high -k $$k; \
+	    [ -f $$low ] || { $(BUILD)/bin/llama-quantize $$high $$low.partial Q4_0 $(JOBS) > /dev/null 2>&1; mv $$low.partial $$low; }; \
+	done
+	$(call say,decode and prefill)
+	@$(PY) bench/capped.py $(BENCH_DIR)/tiny-moe-x$(BENCH_K)-F16.gguf --low $(BENCH_DIR)/tiny-moe-x$(BENCH_K)-Q4_0.gguf
+	$(call say,prefetch at three bandwidths)
+	@$(PY) bench/prefetch.py $(BENCH_DIR)/tiny-moe-x10-F16.gguf --low $(BENCH_DIR)/tiny-moe-x10-Q4_0.gguf
+	$(call say,memory through 4000 tokens)
+	@$(PY) bench/memory.py $(BENCH_DIR)/tiny-moe-x10-F16.gguf --low $(BENCH_DIR)/tiny-moe-x10-Q4_0.gguf
+	$(call say,everything resident)
+	@$(PY) bench/resident.py $(BENCH_DIR)/tiny-moe-x10-F16.gguf --rounds 9 --tokens 300
 
 #
 # cleaning

@@ -1,177 +1,220 @@
 """Decode and prefill of a model that does not fit: stock mmap against the expert cache, under one memory cap.
 
-    sudo bench/capped.py MODEL [--low FILE] [--cap-share 0.35] [--rounds 5] [--read-ahead 128]
+    sudo .venv/bin/python bench/capped.py MODEL [--low FILE] [--cap-share 0.35] [--rounds 5] [--prompt-tokens 512]
 
-Needs root and the cgroup v1 memory controller. Each measurement runs build/bin/llama-completion in a child cgroup
-whose memory.limit_in_bytes (anonymous memory and page cache) is the given share of the model file; before it the page
-cache is dropped and read_ahead_kb of the block device is set, afterwards it is restored. The sides take turns, round by
-round. The table has medians with minimum and maximum, bytes read from the block device per generated token, and ratios
-taken round by round.
+Needs root and cgroup v1. Each measurement runs build/bin/llama-completion twice in a child cgroup that caps anonymous
+memory and page cache at the given share of the model file: once for the prompt alone (the prefill column), once for
+the prompt and the tokens; what the second read beyond the first is what decoding read. Before each the page cache is
+dropped, and read_ahead_kb of the block device is what the side asks for. All sides take turns, round by round; ratios
+are taken within a round against the better of the two stock sides (read_ahead_kb 128 and 8192). The columns:
+
+    waits     share of decode time in which compute stood still for bytes
+    idle      share of decode time in which nothing was being read
+    / bound   time per token over max(compute, bytes / bandwidth): compute from the side that runs without a cap,
+              bandwidth of random direct reads of one expert piece, measured in the same round
+
+The text of the exact side must be stock's, or the run ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
 import os
+import platform
 import re
-import statistics
 import subprocess
-from collections.abc import Iterator
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from cage import Cage, block_device, bytes_read, drop_caches, read_ahead, spread
+from rich.console import Console
+from rich.table import Table
+
+from gguf_tools.plan import expert_piece, measure_disk
 
 ROOT = Path(__file__).resolve().parent.parent
-CGROUP = Path("/sys/fs/cgroup/memory")
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void; "
+TOKENS_OF_PROMPT = 21  # of tiny-moe's tokenizer, about
 
 
 @dataclass
 class Side:
+    """One way to run the model, and what every round measured of it (tokens/s, bytes per token, shares)."""
+
     name: str
     options: list[str]
+    read_ahead_kib: int = 128
+    capped: bool = True
+    reference: str = ""  # the uncapped side that tells what computing takes
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
-    mib_per_token: list[float] = field(default_factory=list)
+    bytes_per_token: list[float] = field(default_factory=list)
+    hits: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+    bound: list[float] = field(default_factory=list)
+    peak: list[float] = field(default_factory=list)
+    text: str = ""
 
 
-def block_device(path: Path) -> Path:
-    """The sysfs folder of the disk that holds a file."""
-    device = os.stat(path).st_dev
-    folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
-    return folder if (folder / "queue").is_dir() else folder.parent
+@dataclass
+class Run:
+    text: str
+    prefill: float
+    decode: float
+    bytes: int
+    peak: int
+    stats: dict[str, Any]
 
 
-@contextlib.contextmanager
-def read_ahead(device: Path, kib: int) -> Iterator[None]:
-    setting = device / "queue/read_ahead_kb"
-    before = setting.read_text()
-    setting.write_text(str(kib))
-    try:
-        yield
-    finally:
-        setting.write_text(before)
-
-
-@contextlib.contextmanager
-def memory_cap(limit: int | None) -> Iterator[Path | None]:
-    if limit is None:
-        yield None
-        return
-    group = CGROUP / f"hobbit-bench-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(limit))
-        yield group
-    finally:
-        group.rmdir()
-
-
-def sectors_read(device: Path) -> int:
-    return int((device / "stat").read_text().split()[2])
-
-
-def measure(side: Side, args: argparse.Namespace, device: Path, limit: int | None) -> None:
-    subprocess.run(["sync"], check=True)
-    Path("/proc/sys/vm/drop_caches").write_text("3")
-    command = [
-        str(args.bin / "llama-completion"),
-        "-m",
-        str(args.model),
-        "-no-cnv",
-        "-p",
-        args.prompt,
-        "-n",
-        str(args.tokens),
-    ]
-    command += [
-        "--ignore-eos",
-        "--temp",
-        "0",
-        "-t",
-        str(args.threads),
-        "-c",
-        "2048",
-        "-b",
-        "512",
-        "-lv",
-        "4",
-        "--no-warmup",
-        *side.options,
-    ]
-    with memory_cap(limit) as group:
-        enter = None if group is None else (lambda: (group / "cgroup.procs").write_text(str(os.getpid())))
-        before = sectors_read(device)
+def run(side: Side, args: argparse.Namespace, tokens: int, memory: int | None, read_bps: int | None = None) -> Run:
+    """One process; tokens/s from llama.cpp's own timings, bytes from the block device."""
+    device = block_device(args.model)
+    with tempfile.TemporaryDirectory() as scratch, read_ahead(device, side.read_ahead_kib):
+        stats = Path(scratch) / "stats.json"
+        command = [args.bin / "llama-completion", "-m", args.model, "-no-cnv", "-p", args.prompt, "-n", tokens]
+        command += ["--ignore-eos", "--temp", 0, "-t", args.threads, "-c", args.context, "-b", 512, "-ub", 512]
+        command += ["-lv", 4, "--no-warmup", "--no-display-prompt", *side.options]
+        if any(option.startswith("--hobbit") for option in side.options):
+            command += ["--hobbit-stats", stats]
+        drop_caches()
+        cage = Cage(memory if side.capped else None, read_bps, device)
+        before = bytes_read(device)
         done = subprocess.run(
-            command,
+            [str(c) for c in command],
             capture_output=True,
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
-            preexec_fn=enter,
+            preexec_fn=cage.enter,
             check=False,
         )
-        read_mib = (sectors_read(device) - before) * 512 / 2**20
-    text = done.stdout + done.stderr
-    decode = re.search(r"  eval time =.*?([\d.]+) tokens per second", text)
-    prefill = re.search(r"prompt eval time =.*?([\d.]+) tokens per second", text)
-    if done.returncode != 0 or not decode or not prefill:
-        raise SystemExit(f"{' '.join(command)}\nfailed ({done.returncode}):\n{text[-3000:]}")
-    side.decode.append(float(decode[1]))
-    side.prefill.append(float(prefill[1]))
-    side.mib_per_token.append(read_mib / args.tokens)
+        count = bytes_read(device) - before
+        peak, kills = cage.close()
+        prefill = re.search(r"prompt eval time =.*?([\d.]+) tokens per second", done.stderr)
+        decode = re.search(r"  eval time =.*?([\d.]+|inf) tokens per second", done.stderr)
+        if done.returncode != 0 or kills or not prefill or not decode:
+            shown = " ".join(str(c) for c in command)
+            raise SystemExit(f"{shown}\nended with {done.returncode}, {kills} kills:\n{done.stderr[-3000:]}")
+        known = json.loads(stats.read_text()) if stats.exists() else {}
+        return Run(done.stdout, float(prefill[1]), float(decode[1]), count, peak, known)
+
+
+def measure(side: Side, args: argparse.Namespace, memory: int, read_bps: int | None = None) -> None:
+    prompt = run(side, args, 1, memory, read_bps)
+    whole = run(side, args, args.tokens, memory, read_bps)
+    side.prefill.append(prompt.prefill)
+    side.decode.append(whole.decode)
+    # the first token comes with the prompt
+    side.bytes_per_token.append(max(0, whole.bytes - prompt.bytes) / (args.tokens - 1))
+    side.peak.append(max(prompt.peak, whole.peak))
+    side.text = whole.text
+    if whole.stats:
+        total, first = whole.stats["total"], prompt.stats["total"]
+        lookups = total["lookups"] - first["lookups"]
+        side.hits.append((total["hits"] - first["hits"]) / max(1, lookups))
+        if "decode_stall_us" in whole.stats:
+            side.waits.append(whole.stats["decode_stall_us"] / whole.stats["decode_us"])
+        if "decode_read_us" in whole.stats:
+            side.idle.append(1 - whole.stats["decode_read_us"] / whole.stats["decode_us"])
     print(
-        f"  {side.name:<28} {decode[1]:>8} tok/s  prefill {prefill[1]:>8} tok/s  {read_mib:9.0f} MiB read", flush=True
+        f"  {side.name:<26} {whole.decode:8.2f} tok/s  prefill {prompt.prefill:8.2f} tok/s  "
+        f"{side.bytes_per_token[-1] / 2**20:8.1f} MiB/token  peak {side.peak[-1] / 2**20:7.0f} MiB",
+        flush=True,
     )
 
 
-def median(values: list[float]) -> str:
-    return f"{statistics.median(values):8.2f} ({min(values):.2f} .. {max(values):.2f})"
+def make_sides(args: argparse.Namespace) -> list[Side]:
+    fork = ["--hobbit-cache", args.cache]
+    enough = f"{3 * args.model.stat().st_size // 2**20 + 64}MiB"
+    sides = [Side("stock, read-ahead 128", [], reference="stock, no cap")]
+    if not args.no_8192:
+        sides.append(Side("stock, read-ahead 8192", [], 8192, reference="stock, no cap"))
+    sides.append(Side("exact", [*fork, "--hobbit-precision", "high"], reference="stock, no cap"))
+    if args.low:
+        low = ["--hobbit-low", str(args.low)]
+        sides.append(Side("hobbit", [*fork, *low], reference="hobbit, no cap"))
+        sides.append(Side("hobbit, no skips", [*fork, *low, "--hobbit-t2", "1"], reference="hobbit, no cap"))
+    for extra in args.side:
+        name, _, options = extra.partition("=")
+        sides.append(Side(name, options.split()))
+    sides.append(Side("stock, no cap", [], capped=False))
+    if args.low:
+        sides.append(Side("hobbit, no cap", ["--hobbit-cache", enough, *low], capped=False))
+    return sides
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--low", type=Path, help="low-precision file; adds the side 'hobbit'")
+    parser.add_argument("--low", type=Path, help="low-precision file; adds the sides with two precisions")
     parser.add_argument("--cap-share", type=float, default=0.35)
     parser.add_argument("--cache", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--prompt-tokens", type=int, default=40, help="about this many; 512 for a prefill comparison")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="about this many")
+    parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--read-ahead", type=int, default=128)
-    parser.add_argument("--uncapped", action="store_true", help="also stock without a cap")
+    parser.add_argument("--no-8192", action="store_true", help="leave out stock with read_ahead_kb 8192")
     parser.add_argument("--side", action="append", default=[], metavar="NAME=OPTIONS", help="one more side of the fork")
     parser.add_argument("--bin", type=Path, default=ROOT / "build/bin")
     args = parser.parse_args()
-    args.prompt = PROMPT * max(1, round(args.prompt_tokens / 22))
+    args.prompt = PROMPT * max(1, round(args.prompt_tokens / TOKENS_OF_PROMPT))
 
     size = args.model.stat().st_size
     cap = int(size * args.cap_share)
-    sides = [Side("stock, mmap", [])]
-    sides.append(Side("exact", ["--hobbit-cache", args.cache, "--hobbit-precision", "high"]))
-    if args.low:
-        sides.append(Side("hobbit", ["--hobbit-cache", args.cache, "--hobbit-low", str(args.low)]))
-    for extra in args.side:
-        name, _, options = extra.partition("=")
-        sides.append(Side(name, options.split()))
-    free = Side("stock, no cap", [])
+    sides = make_sides(args)
+    by_name = {side.name: side for side in sides}
+    stock = [side for side in sides if side.capped and not side.options]
+    file, piece = expert_piece(args.model)
+    disk: list[float] = []
+    print(f"{args.model.name}: {size / 2**20:.0f} MiB, cap {cap / 2**20:.0f} MiB, {args.threads} threads")
+    for _ in range(args.rounds):
+        disk.append(measure_disk(file, piece))
+        for side in sides:
+            measure(side, args, cap)
+        for side in sides:
+            if side.reference:
+                bound = max(1 / by_name[side.reference].decode[-1], side.bytes_per_token[-1] / disk[-1])
+                side.bound.append(1 / side.decode[-1] / bound)
+    if by_name["exact"].text != by_name["stock, no cap"].text:
+        raise SystemExit("the exact side's text is not stock's")
 
-    device = block_device(args.model)
-    print(f"{args.model.name}: {size / 2**20:.0f} MiB, cap {cap / 2**20:.0f} MiB, ", end="")
-    print(f"read_ahead_kb {args.read_ahead}, {args.threads} threads")
-    with read_ahead(device, args.read_ahead):
-        for _ in range(args.rounds):
-            for side in sides:
-                measure(side, args, device, cap)
-            if args.uncapped:
-                measure(free, args, device, None)
+    def ratio(side: Side, what: str) -> str:
+        best = [max(values) for values in zip(*(getattr(s, what) for s in stock), strict=True)]
+        return spread([a / b for a, b in zip(getattr(side, what), best, strict=True)])
 
-    print(f"\n{'':<22} {'decode tok/s':<30} {'against stock':<28} {'prefill tok/s':<32} MiB read per token")
-    for side in sides + ([free] if args.uncapped else []):
-        ratio = [a / b for a, b in zip(side.decode, sides[0].decode, strict=True)]
-        columns = [f"{median(side.decode):<30}", f"{median(ratio):<28}", f"{median(side.prefill):<32}"]
-        print(f"{side.name:<22}", *columns, median(side.mib_per_token))
+    def share(values: list[float]) -> str:
+        return spread(values, 0.01, 0) if values else ""
+
+    table = Table()
+    for column in ("", "decode tok/s", "/ stock", "prefill tok/s", "/ stock", "MiB/token", "hits %"):
+        table.add_column(column)
+    for column in ("waits %", "idle %", "/ bound", "peak MiB"):
+        table.add_column(column)
+    for side in sides:
+        table.add_row(
+            side.name,
+            spread(side.decode),
+            ratio(side, "decode"),
+            spread(side.prefill, digits=0),
+            ratio(side, "prefill"),
+            spread(side.bytes_per_token, 2**20, 1),
+            share(side.hits),
+            share(side.waits),
+            share(side.idle),
+            spread(side.bound) if side.bound else "",
+            f"{max(side.peak) / 2**20:.0f}" if side.capped else "",
+        )
+    console = Console(width=220, highlight=False)
+    console.print(table)
+    console.print(f"disk {spread(disk, 1e9)} GB/s at reads of {piece >> 10} KiB; medians (min .. max) of {args.rounds}")
+    console.print(f"{os.cpu_count()} CPUs ({platform.machine()}), Linux {os.uname().release}")
+    console.print(f"repeat with: python {' '.join(sys.argv)}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from gguf_tools_throughput import Cap, spread
+from cage import Cage, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -78,7 +78,7 @@ def run(base: Path, cache: int, limit: int, options: argparse.Namespace, stats: 
     command = [str(program), "-m", str(base), "--hobbit-cache", str(max(1, cache >> 20)), "--hobbit-stats", str(stats)]
     command += ["-p", options.prompt, "-n", str(options.tokens), "-t", str(options.threads), "-c", "512", "--seed", "1"]
     command += ["-no-cnv", "--ignore-eos", "--no-warmup"]
-    cap = Cap(limit) if limit else None
+    cap = Cage(limit) if limit else None
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, preexec_fn=cap.enter if cap else None
     )

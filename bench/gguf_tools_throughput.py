@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from cage import Cage, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -89,50 +90,6 @@ def write_model(path: Path, size: int) -> int:
     return sum(n for (name, _, _), n in zip(tensors, sizes, strict=True) if "_exps" in name)
 
 
-class Cap:
-    """A cgroup with a memory limit for one run; `note` says why there is none."""
-
-    def __init__(self, limit: int) -> None:
-        self.path: Path | None = None
-        self.note = ""
-        root = Path("/sys/fs/cgroup")
-        self.v2 = (root / "cgroup.controllers").exists()
-        parent = root if self.v2 else root / "memory"
-        if not self.v2 and not (parent / "memory.limit_in_bytes").exists():
-            self.note = "no memory cgroup"
-            return
-        path = parent / f"gguf-tools-bench-{os.getpid()}-{time.monotonic_ns()}"
-        try:
-            path.mkdir()
-            (path / ("memory.max" if self.v2 else "memory.limit_in_bytes")).write_text(str(limit))
-            self.path = path
-        except OSError as error:
-            self.note = f"no cgroup: {error.strerror}"
-            if path.exists():
-                path.rmdir()
-
-    def enter(self) -> None:
-        """In the child: move into the group."""
-        if self.path is not None:
-            (self.path / "cgroup.procs").write_text(str(os.getpid()))
-
-    def close(self) -> tuple[int, int]:
-        """(peak bytes, times the kernel killed something)."""
-        if self.path is None:
-            return 0, 0
-        peak_file = self.path / ("memory.peak" if self.v2 else "memory.max_usage_in_bytes")
-        peak = int(peak_file.read_text()) if peak_file.exists() else 0
-        events = self.path / ("memory.events" if self.v2 else "memory.oom_control")
-        kills = [line.split()[1] for line in events.read_text().splitlines() if line.startswith("oom_kill ")]
-        try:
-            if not self.v2:
-                (self.path / "memory.force_empty").write_text("0")
-            self.path.rmdir()
-        except OSError:
-            pass
-        return peak, int(kills[0]) if kills else 0
-
-
 @dataclass
 class Runs:
     """Measurements of one program."""
@@ -153,7 +110,7 @@ class Runs:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
         os.sync()
-        cap = Cap(cap_bytes)
+        cap = Cage(cap_bytes)
         started = time.monotonic()
         process = subprocess.Popen(
             self.command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=cap.enter
@@ -172,11 +129,6 @@ class Runs:
             raise SystemExit(
                 f"{self.label} ended with {process.returncode}:\n{errors.decode(errors='replace')[-2000:]}"
             )
-
-
-def spread(values: list[float], unit: float = 1.0, digits: int = 2) -> str:
-    scaled = [v / unit for v in values]
-    return f"{statistics.median(scaled):.{digits}f} ({min(scaled):.{digits}f}-{max(scaled):.{digits}f})"
 
 
 def equal_experts(a: Path, b: Path) -> int:
