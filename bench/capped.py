@@ -119,8 +119,8 @@ def measure(side: Side, args: argparse.Namespace, memory: int, read_bps: int | N
         side.hits.append((total["hits"] - first["hits"]) / max(1, lookups))
         if "decode_stall_us" in whole.stats:
             side.waits.append(whole.stats["decode_stall_us"] / whole.stats["decode_us"])
-        if "decode_read_us" in whole.stats:
-            side.idle.append(1 - whole.stats["decode_read_us"] / whole.stats["decode_us"])
+        if "decode_disk_us" in whole.stats:
+            side.idle.append(1 - whole.stats["decode_disk_us"] / whole.stats["decode_us"])
     print(
         f"  {side.name:<26} {whole.decode:8.2f} tok/s  prefill {prompt.prefill:8.2f} tok/s  "
         f"{side.bytes_per_token[-1] / 2**20:8.1f} MiB/token  peak {side.peak[-1] / 2**20:7.0f} MiB",
