@@ -1,4 +1,4 @@
-"""What every benchmark of models larger than memory needs: a cgroup that caps memory and reads, and the disk's settings.
+"""What a benchmark of models larger than memory needs: a cgroup that caps memory and reads, and the disk's settings.
 
 `Cage` is a child cgroup for one run: anonymous memory and page cache together stay under `memory` bytes, reads of the
 block device under `read_bps` bytes per second (cgroup v1; v2 for memory alone). It wants root. `block_device`,

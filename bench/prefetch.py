@@ -14,8 +14,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from capped import PROMPT, ROOT, Side, measure
 from cage import spread
+from capped import PROMPT, ROOT, Side, measure
 from rich.console import Console
 from rich.table import Table
 
