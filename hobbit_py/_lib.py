@@ -105,6 +105,18 @@ class OptionStruct(ctypes.Structure):
     _fields_ = [(name, ctypes.c_char_p) for name in ("name", "flag", "env", "hint", "help")]
 
 
+class StatsHead(ctypes.Structure):
+    """struct hobbit_stats_head."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("prompt_tokens", "prompt_us", "decode_tokens", "decode_us")),
+        *((name, ctypes.c_uint64) for name in ("steps", "failed_steps", "lookups", "hits", "read_bytes", "stall_us")),
+        ("cache_bytes", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("slots_high", "slots_low", "resident_high", "resident_low")),
+        ("prefetch", ctypes.c_char * 256),
+    ]
+
+
 _ctx, _text, _size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "hobbit_option_get": ([ctypes.c_int], ctypes.POINTER(OptionStruct)),
@@ -117,6 +129,8 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "hobbit_resident": ([_ctx, ctypes.POINTER(ctypes.c_int8), _size], _size),
     "hobbit_stats_reset": ([_ctx], None),
     "hobbit_stats_json": ([_ctx, _text, _size], _size),
+    "hobbit_counter_name": ([ctypes.c_int], _text),
+    "hobbit_stats_read": ([_ctx, ctypes.POINTER(StatsHead), ctypes.c_void_p, ctypes.c_void_p], None),
     "hobbit_placement_json": ([_ctx, _text, _size], _size),
     "hobbit_trace_start": ([_ctx, _text, _text, _size], ctypes.c_bool),
     "hobbit_trace_stop": ([_ctx, _text, _size], ctypes.c_bool),
@@ -155,6 +169,16 @@ def read_text(function: Callable[[int | None, Any, int], int], ctx: int | None) 
         if need < size:
             return buffer.value.decode("utf-8", errors="replace")
         size = need + 4096
+
+
+def _counter_names() -> tuple[str, ...]:
+    found: list[str] = []
+    while name := lib.hobbit_counter_name(len(found)):
+        found.append(name.decode())
+    return tuple(found)
+
+
+COUNTER_NAMES = _counter_names()
 
 
 class Option:

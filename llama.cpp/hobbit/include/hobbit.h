@@ -145,6 +145,25 @@ HOBBIT_API void hobbit_stats_reset(struct hobbit_context * ctx);
 // these return the length that the whole text needs (without the 0), as snprintf does
 HOBBIT_API size_t hobbit_stats_json (struct hobbit_context * ctx, char * buf, size_t buf_size);
 HOBBIT_API size_t hobbit_stats_table(struct hobbit_context * ctx, char * buf, size_t buf_size);
+// totals in the exposition format of Prometheus
+HOBBIT_API size_t hobbit_stats_metrics(struct hobbit_context * ctx, char * buf, size_t buf_size);
+// what one sequence did since its hobbit_sequence_begin, as a JSON object. An expert that several sequences want in one step
+// is one lookup, of the first that asks for the highest precision; "shared" counts such lookups. The sums are the totals
+HOBBIT_API size_t hobbit_sequence_json(struct hobbit_context * ctx, int32_t seq_id, char * buf, size_t buf_size);
+
+// the JSON as numbers, for who reads often
+struct hobbit_stats_head {
+    uint64_t prompt_tokens, prompt_us, decode_tokens, decode_us, steps, failed_steps;
+    uint64_t lookups, hits, read_bytes, stall_us; // over all layers; all that was read, on demand and ahead
+    uint64_t cache_bytes;
+    int32_t  slots_high, slots_low, resident_high, resident_low;
+    char     prefetch[256];
+};
+HOBBIT_API const char * hobbit_counter_name(int i); // NULL beyond the last
+// counters[layer * number of counters + i]; resident[layer * n_expert + expert]: '0' absent, '1' low, '2' high, as of the last
+// step; either may be NULL
+HOBBIT_API void hobbit_stats_read(struct hobbit_context * ctx, struct hobbit_stats_head * head, uint64_t * counters, char * resident);
+
 // what is in effect: files, types, slots, thresholds, policy
 HOBBIT_API size_t hobbit_placement_json(struct hobbit_context * ctx, char * buf, size_t buf_size);
 // writes what the router chooses and what the cache does about it to a file (docs/trace.md), from the next step on; of all

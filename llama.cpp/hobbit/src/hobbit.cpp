@@ -641,6 +641,8 @@ static void reset_records(hobbit_context & ctx, hobbit_records & records, int32_
 void hobbit_sequence_begin(hobbit_context * ctx, int32_t seq_id) {
     std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
     reset_records(*ctx, ctx->records[seq_id], seq_id);
+    std::lock_guard<std::mutex> stats_lock(ctx->stats_mutex);
+    ctx->sequence_stats[seq_id] = {};
 }
 
 void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
@@ -652,6 +654,7 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
     ctx->token_seq.assign(ubatch->seq_id, ubatch->seq_id + ubatch->n_tokens);
     ctx->output_seq.clear();
     ctx->step_records.clear();
+    ctx->step_seqs.clear();
     for (int32_t i = 0; i < ubatch->n_tokens; ++i) {
         auto [it, is_new] = ctx->records.try_emplace(ubatch->seq_id[i]);
         hobbit_records & records = it->second;
@@ -661,6 +664,7 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
         if (std::find(ctx->step_records.begin(), ctx->step_records.end(), &records) == ctx->step_records.end()) {
             ctx->step_records.push_back(&records);
             records.begin_pass();
+            ctx->step_seqs.push_back(ubatch->seq_id[i]);
         }
         records.n_tokens++;
         if (!ubatch->output || ubatch->output[i]) {
@@ -885,6 +889,60 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
 size_t hobbit_stats_table(hobbit_context * ctx, char * buf, size_t buf_size) {
     const auto [stats, labels] = snapshot(*ctx);
     return copy_text(hobbit_stats_to_table(stats, labels), buf, buf_size);
+}
+
+size_t hobbit_stats_metrics(hobbit_context * ctx, char * buf, size_t buf_size) {
+    const auto [stats, labels] = snapshot(*ctx);
+    return copy_text(hobbit_stats_to_metrics(stats, labels), buf, buf_size);
+}
+
+size_t hobbit_sequence_json(hobbit_context * ctx, int32_t seq_id, char * buf, size_t buf_size) {
+    std::lock_guard<std::mutex> lock(ctx->stats_mutex);
+    return copy_text(hobbit_sequence_to_json(ctx->sequence_stats[seq_id]), buf, buf_size);
+}
+
+const char * hobbit_counter_name(int i) {
+    return hobbit_counter_at(i);
+}
+
+void hobbit_stats_read(hobbit_context * ctx, hobbit_stats_head * head, uint64_t * counters, char * resident) {
+    if (ctx->model->step_mutex.try_lock()) {
+        refresh_labels(*ctx);
+        ctx->model->step_mutex.unlock();
+    }
+    std::lock_guard<std::mutex> lock(ctx->stats_mutex);
+    const hobbit_stats &        s = ctx->stats;
+    const hobbit_stats_labels & l = ctx->labels;
+
+    head->prompt_tokens = s.prompt_tokens;
+    head->prompt_us     = s.prompt_us;
+    head->decode_tokens = s.decode_tokens;
+    head->decode_us     = s.decode_us;
+    head->steps         = s.steps;
+    head->failed_steps  = s.failed_steps;
+    const hobbit_counters total = s.total();
+    head->lookups       = total.lookups;
+    head->hits          = total.hits;
+    head->read_bytes    = total.read_bytes_high + total.read_bytes_low + total.prefetch_bytes;
+    head->stall_us      = total.stall_us;
+    head->cache_bytes   = l.cache_bytes;
+    head->slots_high    = l.n_slots[HOBBIT_HIGH];
+    head->slots_low     = l.n_slots[HOBBIT_LOW];
+    head->resident_high = l.n_used[HOBBIT_HIGH];
+    head->resident_low  = l.n_used[HOBBIT_LOW];
+    snprintf(head->prefetch, sizeof(head->prefetch), "%s", l.prefetch.c_str());
+
+    for (size_t layer = 0; layer < s.layers.size(); ++layer) {
+        if (counters) {
+            counters = hobbit_counters_copy(s.layers[layer], counters);
+        }
+        if (resident) {
+            // layers may have fewer experts than the largest
+            const std::string & digits = l.resident[layer];
+            memset(resident + layer * ctx->model->store.n_expert(), '0', ctx->model->store.n_expert());
+            memcpy(resident + layer * ctx->model->store.n_expert(), digits.data(), digits.size());
+        }
+    }
 }
 
 //

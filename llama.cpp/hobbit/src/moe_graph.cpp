@@ -185,6 +185,7 @@ void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_preci
         }
         if (p.issued) {
             count.prefetch_bytes += bytes;
+            ctx.sequence_stats[ctx.step_seqs[p.seq]].count.prefetch_bytes += bytes;
             (used ? count.prefetch_used : count.prefetch_wasted) += 1;
             (used ? ctx.n_prefetch_used : ctx.n_prefetch_wasted) += 1;
         }
@@ -198,6 +199,12 @@ static int32_t row_sequence(const hobbit_context & ctx, int64_t row, int64_t n_r
     return row < (int64_t) seq.size() ? seq[row] : ctx.token_seq.empty() ? 0 : ctx.token_seq[0];
 }
 
+// its index in step_seqs
+static int step_sequence(const hobbit_context & ctx, int32_t seq) {
+    const auto it = std::find(ctx.step_seqs.begin(), ctx.step_seqs.end(), seq);
+    return it == ctx.step_seqs.end() ? 0 : (int) (it - ctx.step_seqs.begin());
+}
+
 // what the step wants of one expert and what it gets
 struct route_choice {
     int32_t          id;
@@ -205,6 +212,8 @@ struct route_choice {
     hobbit_precision given;    // after looking at what is resident
     int              n_selected;
     uint8_t          state;    // for the trace
+    int              seq;      // index in step_seqs: whose lookup it is, the first sequence that asked for what is wanted
+    bool             shared;   // others wanted the expert too
 };
 
 // where the copies of an expert are
@@ -253,16 +262,22 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
         }
         hobbit_precision_score(model.config.thresholds, w.data(), (int) n_used, asked.data());
 
-        auto records = ctx.records.find(row_sequence(ctx, row, n_rows));
+        const int32_t row_seq = row_sequence(ctx, row, n_rows);
+        const int     seq     = step_sequence(ctx, row_seq);
+        auto          records = ctx.records.find(row_seq);
         for (int64_t k = 0; k < n_used; ++k) {
             const int32_t id = *(const int32_t *) ((const char *) ids->data + k*ids->nb[0] + row*ids->nb[1]);
             GGML_ASSERT(id >= 0 && id < n_expert);
             if (index[id] < 0) {
                 index[id] = (int32_t) choices.size();
-                choices.push_back({ id, HOBBIT_PRECISION_SKIP, HOBBIT_PRECISION_SKIP, 0, 0 });
+                choices.push_back({ id, HOBBIT_PRECISION_SKIP, HOBBIT_PRECISION_SKIP, 0, 0, seq, false });
             }
             route_choice & choice = choices[index[id]];
-            choice.wanted = std::max(choice.wanted, asked[k]);
+            choice.shared = choice.shared || choice.seq != seq;
+            if (asked[k] > choice.wanted) {
+                choice.wanted = asked[k];
+                choice.seq    = seq;
+            }
             choice.n_selected++;
             if (model.trace) {
                 ctx.selections.add(id, w[k], asked[k]);
@@ -303,7 +318,8 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
     hobbit_model &       model = *ctx.model;
     const hobbit_layer & layer = model.store.layers[route.layer];
 
-    hobbit_counters count;
+    thread_local std::vector<hobbit_sequence_stats> counts; // by sequence of the step
+    counts.assign(std::max<size_t>(1, ctx.step_seqs.size()), {});
     std::vector<const route_choice *> missing;
     std::vector<hobbit_step_expert>   coming;   // read ahead, and not all there yet
     std::vector<hobbit_step_expert>   loading;
@@ -311,6 +327,8 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
 
     route.experts.clear();
     for (const route_choice & choice : choices) {
+        hobbit_counters & count = counts[choice.seq].count;
+        counts[choice.seq].shared += choice.shared ? 1 : 0;
         count.lookups++;
         if (choice.given == HOBBIT_PRECISION_SKIP) {
             count.skips++;
@@ -348,7 +366,8 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
     }
     // only now that every hit is pinned may something be evicted
     for (const route_choice * choice : missing) {
-        const int precision = choice->given - HOBBIT_PRECISION_LOW;
+        const int         precision = choice->given - HOBBIT_PRECISION_LOW;
+        hobbit_counters & count     = counts[choice->seq].count;
 
         (precision == HOBBIT_HIGH ? count.misses_high     : count.misses_low)     += 1;
         (precision == HOBBIT_HIGH ? count.read_bytes_high : count.read_bytes_low) += hobbit_expert_bytes(layer, precision);
@@ -389,7 +408,10 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
     std::lock_guard<std::mutex> lock(ctx.stats_mutex);
     hobbit_flush_stall(ctx);
     ctx.stall_layer = route.layer;
-    ctx.stats.layers[route.layer].add(count);
+    for (size_t i = 0; i < ctx.step_seqs.size(); ++i) {
+        ctx.stats.layers[route.layer].add(counts[i].count);
+        ctx.sequence_stats[ctx.step_seqs[i]].add(counts[i]);
+    }
 }
 
 // reads ahead for the next layers, as far as the governor looks and while what they want is resident
@@ -406,6 +428,7 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
         std::vector<hobbit_step_expert> loading;
         ctx.selections.clear();
         for (int64_t row = 0; row < cur->ne[1]; ++row) {
+            const int seq = step_sequence(ctx, row_sequence(ctx, row, cur->ne[1]));
             model.routers->predict(route.layer, to, (const float *) ((const char *) cur->data + row*cur->nb[1]), n_used, ids.data(), weights.data());
             hobbit_precision_score(model.config.thresholds, weights.data(), n_used, asked.data());
             for (int k = 0; k < n_used; ++k) {
@@ -422,7 +445,7 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
                 int           slot      = pool.find(to, ids[k]);
                 if (slot >= 0) {
                     pool.pin(slot);
-                    ctx.predicted.push_back({ to, ids[k], precision, slot, false });
+                    ctx.predicted.push_back({ to, ids[k], precision, slot, false, seq });
                     continue;
                 }
                 int64_t evicted;
@@ -431,7 +454,7 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
                     continue;
                 }
                 trace_read(ctx, HOBBIT_TRACE_PREFETCH, to, ids[k], precision, evicted);
-                ctx.predicted.push_back({ to, ids[k], precision, slot, true });
+                ctx.predicted.push_back({ to, ids[k], precision, slot, true, seq });
                 loading.push_back({ ids[k], (int8_t) precision, slot });
                 std::lock_guard<std::mutex> lock(ctx.stats_mutex);
                 ctx.stats.layers[to].prefetch_issued++;

@@ -112,6 +112,7 @@ struct hobbit_predicted {
     int  precision;
     int  slot;
     bool issued; // read ahead; else it was resident
+    int  seq;    // index in step_seqs: whose token it was predicted for
 };
 
 // the route node's userdata: one per managed layer and context, at a stable address
@@ -141,6 +142,7 @@ struct hobbit_context {
     std::vector<int32_t>                   token_seq;  // [n_tokens]
     std::vector<int32_t>                   output_seq; // [n_outputs]
     std::vector<const hobbit_records *>    step_records;
+    std::vector<int32_t>                   step_seqs;  // whose they are
     std::vector<std::pair<int, int>>       pinned;     // (precision, slot)
     std::vector<hobbit_predicted>          predicted;
     int                                    n_prefetch_used   = 0;
@@ -157,6 +159,7 @@ struct hobbit_context {
     hobbit_stats        stats;
     hobbit_stats_labels labels; // as of the last step or resize
     std::atomic<bool>   stats_were_reset { false }; // since the last step; for the trace
+    std::map<int32_t, hobbit_sequence_stats> sequence_stats;
 };
 
 // ubatches with more rows than this leave what is cached alone: they fill free slots and stream the rest

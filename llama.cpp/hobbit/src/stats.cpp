@@ -3,34 +3,51 @@
 #include "store.h"
 
 #include <cinttypes>
+#include <cstring>
 
-// every counter by name, for the sums and for JSON
-static const struct { const char * name; uint64_t hobbit_counters::* member; } fields[] = {
-    { "lookups",         &hobbit_counters::lookups         },
-    { "hits",            &hobbit_counters::hits            },
-    { "misses_high",     &hobbit_counters::misses_high     },
-    { "misses_low",      &hobbit_counters::misses_low      },
-    { "skips",           &hobbit_counters::skips           },
-    { "selected_high",   &hobbit_counters::selected_high   },
-    { "selected_low",    &hobbit_counters::selected_low    },
-    { "selected_skip",   &hobbit_counters::selected_skip   },
-    { "evictions",       &hobbit_counters::evictions       },
-    { "read_bytes_high", &hobbit_counters::read_bytes_high },
-    { "read_bytes_low",  &hobbit_counters::read_bytes_low  },
-    { "streamed",        &hobbit_counters::streamed        },
-    { "predicted",       &hobbit_counters::predicted       },
-    { "predicted_right", &hobbit_counters::predicted_right },
-    { "prefetch_issued", &hobbit_counters::prefetch_issued },
-    { "prefetch_used",   &hobbit_counters::prefetch_used   },
-    { "prefetch_wasted", &hobbit_counters::prefetch_wasted },
-    { "prefetch_bytes",  &hobbit_counters::prefetch_bytes  },
-    { "stall_us",        &hobbit_counters::stall_us        },
+// every counter by name, for the sums, for JSON and for metrics
+static const struct { const char * name; uint64_t hobbit_counters::* member; const char * help; } fields[] = {
+    { "lookups",         &hobbit_counters::lookups,         "Experts that steps asked for, one per layer, expert and step" },
+    { "hits",            &hobbit_counters::hits,            "Lookups that found the expert in memory, or on its way there ahead of time" },
+    { "misses_high",     &hobbit_counters::misses_high,     "Lookups that had to read a high-precision expert" },
+    { "misses_low",      &hobbit_counters::misses_low,      "Lookups that had to read a low-precision expert" },
+    { "skips",           &hobbit_counters::skips,           "Lookups whose expert was skipped for its small gate weight" },
+    { "selected_high",   &hobbit_counters::selected_high,   "Pairs of token and expert computed in high precision" },
+    { "selected_low",    &hobbit_counters::selected_low,    "Pairs of token and expert computed in low precision" },
+    { "selected_skip",   &hobbit_counters::selected_skip,   "Pairs of token and expert that were skipped" },
+    { "evictions",       &hobbit_counters::evictions,       "Experts that left the cache for another one" },
+    { "read_bytes_high", &hobbit_counters::read_bytes_high, "Bytes of high-precision experts read on demand" },
+    { "read_bytes_low",  &hobbit_counters::read_bytes_low,  "Bytes of low-precision experts read on demand" },
+    { "streamed",        &hobbit_counters::streamed,        "Misses that passed through the ring without taking a slot" },
+    { "predicted",       &hobbit_counters::predicted,       "Experts that the layer before named for a layer" },
+    { "predicted_right", &hobbit_counters::predicted_right, "Predicted experts that the router then chose" },
+    { "prefetch_issued", &hobbit_counters::prefetch_issued, "Experts read ahead" },
+    { "prefetch_used",   &hobbit_counters::prefetch_used,   "Experts read ahead that the router then chose" },
+    { "prefetch_wasted", &hobbit_counters::prefetch_wasted, "Experts read ahead that the router did not choose" },
+    { "prefetch_bytes",  &hobbit_counters::prefetch_bytes,  "Bytes read ahead, used or not" },
+    { "stall_us",        &hobbit_counters::stall_us,        "Time in which the computation waited for expert bytes" },
 };
 
 void hobbit_counters::add(const hobbit_counters & other) {
     for (const auto & f : fields) {
         this->*f.member += other.*f.member;
     }
+}
+
+void hobbit_sequence_stats::add(const hobbit_sequence_stats & other) {
+    count.add(other.count);
+    shared += other.shared;
+}
+
+const char * hobbit_counter_at(int i) {
+    return i >= 0 && i < (int) (sizeof(fields) / sizeof(fields[0])) ? fields[i].name : nullptr;
+}
+
+uint64_t * hobbit_counters_copy(const hobbit_counters & counters, uint64_t * out) {
+    for (const auto & f : fields) {
+        *out++ = counters.*f.member;
+    }
+    return out;
 }
 
 hobbit_counters hobbit_stats::total() const {
@@ -44,7 +61,7 @@ hobbit_counters hobbit_stats::total() const {
 std::string hobbit_counters_to_json(const hobbit_counters & c) {
     std::string text;
     for (const auto & f : fields) {
-        text += hobbit_format("%s\"%s\": %" PRIu64, text.empty() ? "" : ", ", f.name, c.*f.member);
+        text += (text.empty() ? "\"" : ", \"") + std::string(f.name) + "\": " + std::to_string(c.*f.member);
     }
     return text;
 }
@@ -104,4 +121,57 @@ std::string hobbit_stats_to_table(const hobbit_stats & s, const hobbit_stats_lab
         t += hobbit_format("  %-18s %10" PRIu64 "\n", "failed steps", s.failed_steps);
     }
     return t;
+}
+
+std::string hobbit_stats_to_metrics(const hobbit_stats & s, const hobbit_stats_labels & l) {
+    std::string t;
+    const auto head = [&](const std::string & name, const char * type, const char * help) {
+        t += "# HELP hobbit_" + name + " " + help + "\n# TYPE hobbit_" + name + " " + type + "\n";
+    };
+    const auto add = [&](const std::string & name, const char * label, double value) {
+        t += "hobbit_" + name + label + hobbit_format(" %.17g\n", value);
+    };
+    const auto seconds = [](uint64_t us) { return us / 1e6; };
+
+    const hobbit_counters total = s.total();
+    for (const auto & f : fields) {
+        const std::string name  = f.name;
+        const bool        is_us = name.size() > 3 && name.compare(name.size() - 3, 3, "_us") == 0; // metrics are in base units
+        const std::string base  = is_us ? name.substr(0, name.size() - 3) + "_seconds_total" : name + "_total";
+        head(base, "counter", f.help);
+        add(base, "", is_us ? seconds(total.*f.member) : (double) (total.*f.member));
+    }
+    head("tokens_total", "counter", "Tokens computed; decode: in steps with one token per sequence");
+    add("tokens_total", "{phase=\"prompt\"}", s.prompt_tokens);
+    add("tokens_total", "{phase=\"decode\"}", s.decode_tokens);
+    head("compute_seconds_total", "counter", "Time of the steps, waiting included");
+    add("compute_seconds_total", "{phase=\"prompt\"}", seconds(s.prompt_us));
+    add("compute_seconds_total", "{phase=\"decode\"}", seconds(s.decode_us));
+    head("steps_total", "counter", "Steps: one micro-batch through the model");
+    add("steps_total", "", s.steps);
+    head("failed_steps_total", "counter", "Steps whose experts could not be read");
+    add("failed_steps_total", "", s.failed_steps);
+    head("cache_bytes", "gauge", "Memory of the expert cache");
+    add("cache_bytes", "", l.cache_bytes);
+    head("slots", "gauge", "Experts that the cache has room for");
+    add("slots", "{precision=\"high\"}", l.n_slots[HOBBIT_HIGH]);
+    add("slots", "{precision=\"low\"}",  l.n_slots[HOBBIT_LOW]);
+    head("resident_experts", "gauge", "Experts in the cache");
+    add("resident_experts", "{precision=\"high\"}", l.n_used[HOBBIT_HIGH]);
+    add("resident_experts", "{precision=\"low\"}",  l.n_used[HOBBIT_LOW]);
+    return t;
+}
+
+std::string hobbit_sequence_to_json(const hobbit_sequence_stats & s) {
+    static const char * names[] = { "lookups", "hits", "misses_high", "misses_low", "skips", "read_bytes_high", "read_bytes_low", "prefetch_bytes" };
+
+    std::string text = "{";
+    for (const char * name : names) {
+        for (const auto & f : fields) {
+            if (strcmp(f.name, name) == 0) {
+                text += "\"" + std::string(name) + "\": " + std::to_string(s.count.*f.member) + ", ";
+            }
+        }
+    }
+    return text + "\"shared\": " + std::to_string(s.shared) + "}";
 }

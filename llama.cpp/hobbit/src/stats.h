@@ -35,6 +35,15 @@ struct hobbit_counters {
     void add(const hobbit_counters & other);
 };
 
+// what one sequence did since it began. An expert that tokens of several sequences want in one step is one lookup, of the first
+// sequence that asks for the highest precision, so that the sums over sequences are those of the model
+struct hobbit_sequence_stats {
+    hobbit_counters count;      // lookups, hits, misses, skips and bytes; the others are not counted by sequence
+    uint64_t        shared = 0; // of the lookups, those that other sequences wanted too
+
+    void add(const hobbit_sequence_stats & other);
+};
+
 struct hobbit_stats {
     std::vector<hobbit_counters> layers;
 
@@ -63,3 +72,10 @@ struct hobbit_stats_labels {
 std::string hobbit_counters_to_json(const hobbit_counters & counters); // the fields, without braces
 std::string hobbit_stats_to_json (const hobbit_stats & stats, const hobbit_stats_labels & labels);
 std::string hobbit_stats_to_table(const hobbit_stats & stats, const hobbit_stats_labels & labels);
+// text in the exposition format of Prometheus: totals only, every name starts with hobbit_
+std::string hobbit_stats_to_metrics(const hobbit_stats & stats, const hobbit_stats_labels & labels);
+std::string hobbit_sequence_to_json(const hobbit_sequence_stats & stats);
+
+// the counters by number, in the order of the JSON
+const char * hobbit_counter_at(int i); // the name, NULL beyond the last
+uint64_t *   hobbit_counters_copy(const hobbit_counters & counters, uint64_t * out); // returns the end
