@@ -47,6 +47,9 @@ class Counters:
     selected_high: int = 0  # (token, expert) pairs by the precision that they got
     selected_low: int = 0
     selected_skip: int = 0
+    routed: int = 0  # tokens; their gate weight is 1e6 each
+    mass_low: int = 0  # gate weight that was computed in low precision
+    mass_skip: int = 0
     evictions: int = 0
     read_bytes_high: int = 0
     read_bytes_low: int = 0
@@ -82,6 +85,11 @@ class Counters:
         """Shares of the (token, expert) pairs in high precision, in low precision, and skipped."""
         high, low, skip = self.selected_high, self.selected_low, self.selected_skip
         return ratio(high, self.selected), ratio(low, self.selected), ratio(skip, self.selected)
+
+    @property
+    def mass(self) -> tuple[float, float]:
+        """Shares of the gate weight that was computed in low precision, and skipped."""
+        return ratio(self.mass_low, 1e6 * self.routed), ratio(self.mass_skip, 1e6 * self.routed)
 
 
 COUNTERS = tuple(f.name for f in dataclasses.fields(Counters))

@@ -103,7 +103,27 @@ static void unimportance_is_the_weight_ranked_before() {
     }
 }
 
+static void shares_sum_to_one() {
+    const float cases[][4] = { { 1, 2, 3, 4 }, { 0.1f, 0, 0, 0.1f }, { 0, 0, 0, 0 }, { NAN, 1, -1, INFINITY } };
+    for (const auto & w : cases) {
+        float share[4];
+        hobbit_precision_shares(w, 4, share);
+        float sum = 0.0f;
+        for (float s : share) {
+            CHECK(s >= 0.0f);
+            sum += s;
+        }
+        CHECK(std::fabs(sum - 1.0f) < 1e-6f);
+    }
+    float share[4];
+    hobbit_precision_shares(cases[0], 4, share);
+    CHECK(std::fabs(share[3] - 0.4f) < 1e-6f);
+    hobbit_precision_shares(cases[3], 4, share);
+    CHECK(share[1] == 1.0f);
+}
+
 int main() {
+    shares_sum_to_one();
     top2_thresholds_fall_where_the_paper_says();
     flat_top8_is_five_high_three_low();
     weights_are_normalised_before_scoring();

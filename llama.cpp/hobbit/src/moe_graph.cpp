@@ -3,6 +3,7 @@
 #include "hobbit.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 // the order in which a layer's operations want the weights
@@ -214,6 +215,7 @@ struct route_choice {
     uint8_t          state;    // for the trace
     int              seq;      // index in step_seqs: whose lookup it is, the first sequence that asked for what is wanted
     bool             shared;   // others wanted the expert too
+    double           mass;     // gate weight of its selections, 1: all of one token's
 };
 
 // where the copies of an expert are
@@ -246,9 +248,11 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
     const int     n_expert = model.store.layers[route.layer].n_expert;
 
     thread_local std::vector<float>            w;
+    thread_local std::vector<float>            share;
     thread_local std::vector<hobbit_precision> asked;
     thread_local std::vector<int32_t>          index; // expert -> choice, -1: not chosen
     w.resize(n_used);
+    share.resize(n_used);
     asked.resize(n_used);
     index.assign(n_expert, -1);
     choices.clear();
@@ -262,6 +266,8 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
         }
         hobbit_precision_score(model.config.thresholds, w.data(), (int) n_used, asked.data());
 
+        hobbit_precision_shares(w.data(), (int) n_used, share.data());
+
         const int32_t row_seq = row_sequence(ctx, row, n_rows);
         const int     seq     = step_sequence(ctx, row_seq);
         auto          records = ctx.records.find(row_seq);
@@ -270,7 +276,7 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
             GGML_ASSERT(id >= 0 && id < n_expert);
             if (index[id] < 0) {
                 index[id] = (int32_t) choices.size();
-                choices.push_back({ id, HOBBIT_PRECISION_SKIP, HOBBIT_PRECISION_SKIP, 0, 0, seq, false });
+                choices.push_back({ id, HOBBIT_PRECISION_SKIP, HOBBIT_PRECISION_SKIP, 0, 0, seq, false, 0.0 });
             }
             route_choice & choice = choices[index[id]];
             choice.shared = choice.shared || choice.seq != seq;
@@ -279,6 +285,7 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
                 choice.seq    = seq;
             }
             choice.n_selected++;
+            choice.mass += share[k];
             if (model.trace) {
                 ctx.selections.add(id, w[k], asked[k]);
             }
@@ -320,6 +327,9 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
 
     thread_local std::vector<hobbit_sequence_stats> counts; // by sequence of the step
     counts.assign(std::max<size_t>(1, ctx.step_seqs.size()), {});
+    for (int64_t row = 0; row < n_rows; ++row) {
+        counts[step_sequence(ctx, row_sequence(ctx, row, n_rows))].count.routed++;
+    }
     std::vector<const route_choice *> missing;
     std::vector<hobbit_step_expert>   coming;   // read ahead, and not all there yet
     std::vector<hobbit_step_expert>   loading;
@@ -333,11 +343,13 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
         if (choice.given == HOBBIT_PRECISION_SKIP) {
             count.skips++;
             count.selected_skip += choice.n_selected;
+            count.mass_skip     += llround(1e6 * choice.mass);
             continue;
         }
         const int precision = choice.given - HOBBIT_PRECISION_LOW;
         route.uses[precision] = true;
         (precision == HOBBIT_HIGH ? count.selected_high : count.selected_low) += choice.n_selected;
+        count.mass_low += precision == HOBBIT_LOW ? llround(1e6 * choice.mass) : 0;
 
         hobbit_pool & pool = *model.pools[precision].pool;
         int           slot = pool.find(route.layer, choice.id);

@@ -17,6 +17,17 @@ static float usable(float w) {
     return std::isfinite(w) && w > 0.0f ? w : 0.0f;
 }
 
+void hobbit_precision_shares(const float * weights, int n, float * share) {
+    float sum = 0.0f;
+    for (int i = 0; i < n; ++i) {
+        share[i] = usable(weights[i]);
+        sum += share[i];
+    }
+    for (int i = 0; i < n; ++i) {
+        share[i] = sum > 0.0f ? share[i] / sum : 1.0f / n;
+    }
+}
+
 hobbit_precision hobbit_precision_given(hobbit_precision wanted, bool deterministic, bool has_low, bool has_high, bool here_low, bool here_high) {
     if (wanted == HOBBIT_PRECISION_LOW && !has_low) {
         wanted = HOBBIT_PRECISION_HIGH;

@@ -33,5 +33,8 @@ void hobbit_precision_score(const hobbit_thresholds & th, const float * weights,
 // the cache, the best copy that is here, which costs nothing
 hobbit_precision hobbit_precision_given(hobbit_precision wanted, bool deterministic, bool has_low, bool has_high, bool here_low, bool here_high);
 
+// the weights scaled to sum 1; equal ones if there is nothing to scale
+void hobbit_precision_shares(const float * weights, int n, float * share);
+
 // the unimportance score of each expert: the normalised weight of all that rank before it, s_0 = 0
 void hobbit_precision_unimportance(const float * weights, int n, float * score);

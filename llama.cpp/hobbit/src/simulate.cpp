@@ -458,7 +458,7 @@ class replay_run {
     void                  step_begin(replay_context & ctx, const replay_record & record);
     void                  step_end  (replay_context & ctx, size_t i);
     void                  route     (replay_context & ctx, size_t i);
-    void                  place     (replay_context & ctx, int layer, int64_t n_rows, std::vector<std::tuple<int, hobbit_precision, int>> & choices);
+    void                  place     (replay_context & ctx, int layer, int64_t n_rows, std::vector<std::tuple<int, hobbit_precision, int, double>> & choices);
     void                  look_ahead(replay_context & ctx, size_t i, int64_t n_rows);
     void                  settle    (replay_context & ctx, int layer, const hobbit_precision * chosen);
     void                  unpin_all (replay_context & ctx);
@@ -653,20 +653,23 @@ void replay_run::settle(replay_context & ctx, int layer, const hobbit_precision 
     ctx.predicted.swap(later);
 }
 
-void replay_run::place(replay_context & ctx, int layer, int64_t n_rows, std::vector<std::tuple<int, hobbit_precision, int>> & choices) {
+void replay_run::place(replay_context & ctx, int layer, int64_t n_rows, std::vector<std::tuple<int, hobbit_precision, int, double>> & choices) {
     hobbit_counters & count = ctx.counters[layer];
     std::vector<std::pair<int, int>> missing; // (expert, precision)
     double ready_at = now;
 
-    for (const auto & [id, given, n_selected] : choices) {
+    count.routed += n_rows;
+    for (const auto & [id, given, n_selected, mass] : choices) {
         count.lookups++;
         if (given == HOBBIT_PRECISION_SKIP) {
             count.skips++;
             count.selected_skip += n_selected;
+            count.mass_skip     += llround(1e6 * mass);
             continue;
         }
         const int precision = given - HOBBIT_PRECISION_LOW;
         (precision == HOBBIT_HIGH ? count.selected_high : count.selected_low) += n_selected;
+        count.mass_low += precision == HOBBIT_LOW ? llround(1e6 * mass) : 0;
 
         hobbit_pool & pool = *pools[precision];
         int           slot = pool.find(layer, id);
@@ -785,9 +788,10 @@ void replay_run::route(replay_context & ctx, size_t i) {
     unpin_all(ctx);
 
     std::vector<float>            w(sel.n_used);
+    std::vector<float>            share(sel.n_used);
     std::vector<hobbit_precision> asked(sel.n_used);
     std::vector<int>              index(trace.layers[layer].n_expert, -1);
-    std::vector<std::tuple<int, hobbit_precision, int>> choices; // expert, precision, selections
+    std::vector<std::tuple<int, hobbit_precision, int, double>> choices; // expert, precision, selections, gate weight
     std::vector<uint8_t>          state;
 
     for (uint32_t row = 0; row < sel.n_rows; ++row) {
@@ -795,18 +799,20 @@ void replay_run::route(replay_context & ctx, size_t i) {
             w[k] = sel.weight((size_t) row * sel.n_used + k);
         }
         hobbit_precision_score(s.thresholds, w.data(), (int) sel.n_used, asked.data());
+        hobbit_precision_shares(w.data(), (int) sel.n_used, share.data());
         auto records = ctx.records.find(row_sequence(ctx, row, sel.n_rows));
         for (uint32_t k = 0; k < sel.n_used; ++k) {
             const size_t at = (size_t) row * sel.n_used + k;
             const int    id = sel.id(at);
             if (index[id] < 0) {
                 index[id] = (int) choices.size();
-                choices.emplace_back(id, HOBBIT_PRECISION_SKIP, 0);
+                choices.emplace_back(id, HOBBIT_PRECISION_SKIP, 0, 0.0);
                 state.push_back(sel.state[at]);
             }
             auto & choice = choices[index[id]];
             std::get<1>(choice) = std::max(std::get<1>(choice), asked[k]);
             std::get<2>(choice)++;
+            std::get<3>(choice) += share[k];
             if (records != ctx.records.end()) {
                 records->second.use(key_of(layer, id), asked[k] == HOBBIT_PRECISION_HIGH, w[k]);
             }

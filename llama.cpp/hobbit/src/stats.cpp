@@ -15,6 +15,9 @@ static const struct { const char * name; uint64_t hobbit_counters::* member; con
     { "selected_high",   &hobbit_counters::selected_high,   "Pairs of token and expert computed in high precision" },
     { "selected_low",    &hobbit_counters::selected_low,    "Pairs of token and expert computed in low precision" },
     { "selected_skip",   &hobbit_counters::selected_skip,   "Pairs of token and expert that were skipped" },
+    { "routed",          &hobbit_counters::routed,          "Tokens that a layer's router sent to experts" },
+    { "mass_low",        &hobbit_counters::mass_low,        "Gate weight computed in low precision, 1000000 for all of a token's" },
+    { "mass_skip",       &hobbit_counters::mass_skip,       "Gate weight whose expert was skipped, 1000000 for all of a token's" },
     { "evictions",       &hobbit_counters::evictions,       "Experts that left the cache for another one" },
     { "read_bytes_high", &hobbit_counters::read_bytes_high, "Bytes of high-precision experts read on demand" },
     { "read_bytes_low",  &hobbit_counters::read_bytes_low,  "Bytes of low-precision experts read on demand" },
@@ -109,6 +112,8 @@ std::string hobbit_stats_to_table(const hobbit_stats & s, const hobbit_stats_lab
     t += hobbit_format("  %-18s %10" PRIu64 "  lookups\n", "skips", c.skips);
     t += hobbit_format("  %-18s %10.2f %% high, %.2f %% low, %.2f %% skipped\n", "selections",
             percent(c.selected_high, selected), percent(c.selected_low, selected), percent(c.selected_skip, selected));
+    t += hobbit_format("  %-18s %10.2f %% in low precision, %.2f %% skipped\n", "gate weight",
+            percent(c.mass_low, 1000000*c.routed), percent(c.mass_skip, 1000000*c.routed));
     t += hobbit_format("  %-18s %10.1f MiB    (%.1f MiB high, %.1f MiB low, %.1f MiB ahead)\n", "bytes read",
             read_bytes / mib, c.read_bytes_high / mib, c.read_bytes_low / mib, c.prefetch_bytes / mib);
     t += hobbit_format("  %-18s %10" PRIu64 "  experts, %" PRIu64 " used, %" PRIu64 " wasted (%s)\n", "prefetched",

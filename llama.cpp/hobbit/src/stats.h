@@ -20,6 +20,11 @@ struct hobbit_counters {
     uint64_t selected_low  = 0;
     uint64_t selected_skip = 0;
 
+    // gate weight in millionths of what one token's selected experts have together, by the precision that it was computed in
+    uint64_t routed    = 0; // tokens; 1e6 * routed = mass high + mass_low + mass_skip
+    uint64_t mass_low  = 0;
+    uint64_t mass_skip = 0;
+
     uint64_t evictions        = 0;
     uint64_t read_bytes_high  = 0;
     uint64_t read_bytes_low   = 0;
