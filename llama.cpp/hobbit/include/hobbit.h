@@ -48,7 +48,7 @@ struct hobbit_option {
     const char * help;
 };
 
-enum { HOBBIT_N_OPTIONS = 17 };
+enum { HOBBIT_N_OPTIONS = 18 };
 
 // the key of the integer KV override that carries a config handle into a model (and into --fit's trial loads)
 #define HOBBIT_CONFIG_KEY "hobbit.config"

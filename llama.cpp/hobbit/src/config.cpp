@@ -30,6 +30,9 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "after skipping experts, scale the remaining gate weights to the same sum (default: off)"),
     HOBBIT_OPTION("deterministic", "DETERMINISTIC", nullptr,
         "precision follows from the gate weights alone, whatever the cache holds (default: off)"),
+    HOBBIT_OPTION("quality-budget", "QUALITY_BUDGET", "PERCENT",
+        "take the T1 and T2 that move the fewest bytes among those whose perplexity is at most this much higher, by what\n"
+        "`hobbit quality --profile` measured on this pair; needs --hobbit-profile"),
     HOBBIT_OPTION("policy", "POLICY", "NAME",
         "which expert leaves the cache first: hobbit (weighted score, see --hobbit-weights), lru, lfu, lfu-model, lhu, fld, lcu,\n"
         "lfru, gate-mass, random (default: hobbit)"),
@@ -216,6 +219,10 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
     } else if (is("t1") || is("t2")) {
         ok   = parse_float(value, 0.0f, 1.0f, is("t1") ? c->thresholds.t1 : c->thresholds.t2);
         want = "a number from 0 to 1";
+        c->thresholds_set = ok;
+    } else if (is("quality-budget")) {
+        ok   = parse_float(value, 0.0f, 1000.0f, c->quality_budget);
+        want = "percent of perplexity, from 0 to 1000";
     } else if (is("renormalise") || is("deterministic") || is("check")) {
         ok   = parse_flag(value, is("renormalise") ? c->renormalise : is("check") ? c->check : c->deterministic);
         want = "on or off";
@@ -266,6 +273,16 @@ bool hobbit_config_check(int32_t handle, char * err, size_t err_size) {
     const hobbit_thresholds & th = c->thresholds;
     if (th.t1 > th.t2) {
         return hobbit_fail(err, err_size, hobbit_format("--hobbit-t1 %g is above --hobbit-t2 %g; T1 must not exceed T2", th.t1, th.t2));
+    }
+    if (c->quality_budget >= 0.0f) {
+        if (c->profile_path.empty()) {
+            return hobbit_fail(err, err_size, "--hobbit-quality-budget needs --hobbit-profile FILE, with what `hobbit quality MODEL --low FILE "
+                    "--profile FILE` measured");
+        }
+        if (c->thresholds_set || c->renormalise || (c->rule_set && th.rule != HOBBIT_RULE_HOBBIT)) {
+            return hobbit_fail(err, err_size, "--hobbit-quality-budget chooses T1 and T2 of the precision hobbit, without renormalising: leave out "
+                    "--hobbit-t1, --hobbit-t2, --hobbit-precision and --hobbit-renormalise");
+        }
     }
     return true;
 }

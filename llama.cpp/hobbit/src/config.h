@@ -26,6 +26,8 @@ struct hobbit_config {
     hobbit_thresholds thresholds = { HOBBIT_RULE_HIGH, 0.6f, 0.9f };
     bool              renormalise   = false;
     bool              deterministic = false;
+    bool              thresholds_set = false; // T1 or T2 was given
+    float             quality_budget = -1.0f; // perplexity increase in percent for which the profile chooses T1 and T2; < 0: none
 
     hobbit_policy_params policy;
     float                low_share = 0.2f; // of the cache's bytes, when both precisions are in use

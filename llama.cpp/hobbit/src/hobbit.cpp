@@ -5,6 +5,7 @@
 #include "budget.h"
 #include "config.h"
 #include "moe_graph.h"
+#include "quality.h"
 
 #include "gguf.h"
 
@@ -163,6 +164,9 @@ static std::string describe(const hobbit_model & model) {
                 model.uses(HOBBIT_LOW) ? "" : "; no low-precision file: high instead of low");
     }
     text += config.deterministic ? ", deterministic\n" : "\n";
+    if (!model.quality.empty()) {
+        text += hobbit_format("  %-10s %s\n", "quality", model.quality.c_str());
+    }
     text += hobbit_format("  %-10s %s", "policy", hobbit_policy_name(config.policy.policy));
     if (config.policy.policy == HOBBIT_POLICY_HOBBIT) {
         text += hobbit_format(" (recency %.2f, frequency %.2f, high-precision frequency %.2f, layer distance %.2f)",
@@ -280,17 +284,60 @@ static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & 
 // what was used last first
 //
 
-static std::string profile_head(const hobbit_model & model) {
+static std::string profile_head(const hobbit_model & model, const bool * in_use) {
     std::string head = hobbit_format("hobbit-profile 1 %s %d %d", model.store.arch.c_str(), model.store.n_layer(), model.store.n_expert());
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
         const hobbit_source & src = model.store.weights[0]->source[p];
-        head += hobbit_format(" %llu", (unsigned long long) (model.uses(p) ? src.file->size : 0));
+        head += hobbit_format(" %llu", (unsigned long long) (in_use[p] ? src.file->size : 0));
     }
     return head;
 }
 
+static std::string profile_head(const hobbit_model & model) {
+    const bool in_use[HOBBIT_N_PRECISIONS] = { model.uses(HOBBIT_LOW), model.uses(HOBBIT_HIGH) };
+    return profile_head(model, in_use);
+}
+
+// takes T1 and T2 from what was measured on this pair, if a budget asks for it
+static bool read_quality(hobbit_model & model, const bool * in_use, std::string & err) {
+    hobbit_config & config = model.config;
+    std::vector<hobbit_quality_point> points;
+    hobbit_quality_point              point;
+
+    std::ifstream in(config.profile_path);
+    std::string   line;
+    bool          ours = std::getline(in, line) && line == profile_head(model, in_use);
+    while (ours && std::getline(in, line)) {
+        if (hobbit_quality_parse(line, point)) {
+            points.push_back(point);
+            model.quality_lines.push_back(line);
+        }
+    }
+    if (config.quality_budget < 0.0f) {
+        return true;
+    }
+    if (config.thresholds.rule != HOBBIT_RULE_HOBBIT) {
+        err = "--hobbit-quality-budget needs --hobbit-low FILE: without low-precision copies there is nothing to choose";
+        return false;
+    }
+    std::string why = "it is not there, or of another model or other files";
+    const hobbit_quality_point * chosen = ours ? hobbit_quality_choose(points, config.quality_budget, why) : nullptr;
+    if (!chosen) {
+        err = hobbit_format("--hobbit-quality-budget %g: %s: %s", config.quality_budget, config.profile_path.c_str(), why.c_str());
+        return false;
+    }
+    config.thresholds.t1 = chosen->t1;
+    config.thresholds.t2 = chosen->t2;
+    model.quality = hobbit_format("a budget of %g %%: measured %+.2f %% perplexity (standard error %.2f), KL %.2g, %.1f MiB per token without a cache",
+            config.quality_budget, chosen->percent, chosen->percent_se, chosen->kl, mib((uint64_t) chosen->bytes));
+    return true;
+}
+
 static std::string profile_text(const hobbit_model & model) {
     std::string text = profile_head(model) + "\n";
+    for (const std::string & line : model.quality_lines) {
+        text += line + "\n";
+    }
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
         if (!model.uses(p)) {
             continue;
@@ -408,6 +455,9 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
 
     const bool in_use[HOBBIT_N_PRECISIONS] = { !low_path.empty() && rule != HOBBIT_RULE_HIGH, rule != HOBBIT_RULE_LOW };
     model.n_expert_used = n_expert_used;
+    if (!config.profile_path.empty() && !read_quality(model, in_use, err)) {
+        return false;
+    }
 
     choose_io(model, in_use);
     start_prediction(model);

@@ -54,6 +54,8 @@ struct hobbit_model {
     std::string   io;                // how experts are read, and why
     std::string   no_prediction;     // why prediction is off, if the model is the reason
     std::string   warm;              // what the profile brought
+    std::string   quality;           // which thresholds it brought, and why
+    std::vector<std::string> quality_lines; // of the profile, kept when it is written again
     std::string   sizing;            // where the cache's size comes from, for people
     std::string   pair_high; // path of the high-precision expert file of a pair, "" if none
     std::string   pair_low;
