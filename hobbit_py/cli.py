@@ -1,4 +1,4 @@
-"""The command `hobbit`: run, serve, bench, plan, stats, plot, top.
+"""The command `hobbit`: run, serve, bench, quality, plan, stats, plot, top.
 
 Each command turns its options into one call of the package or of a program beside the library. A failure is one line on
 stderr and exit code 1 (2 for a usage error, 130 for an interrupt).
@@ -19,12 +19,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from gguf_tools.errors import ToolError
 from hobbit_py import _lib
 from hobbit_py import bench as bench_
 from hobbit_py import plot as plot_
 from hobbit_py import top as top_
 from hobbit_py.hobbit import Hobbit
 from hobbit_py.live import StatusLine, format_bytes, summary_text
+from hobbit_py.quality_cli import quality
 from hobbit_py.stats import CacheStats
 
 app = typer.Typer(
@@ -136,7 +138,7 @@ def run(
 def _stream(llm: Hobbit, pieces: Iterator[str]) -> str:
     """Prints pieces as they come; an interrupt ends the answer. Returns the text."""
     text = ""
-    with llm.stats_delta() as delta, StatusLine(llm.cache_stats, sys.stdout) as status:
+    with llm.receipt() as receipt, StatusLine(llm.cache_stats, sys.stdout) as status:
         try:
             for piece in pieces:
                 text += piece
@@ -147,7 +149,7 @@ def _stream(llm: Hobbit, pieces: Iterator[str]) -> str:
             _err.print("[interrupted]", markup=False)
     sys.stdout.write("\n")
     sys.stdout.flush()
-    _err.print(summary_text(delta.stats), style="dim", soft_wrap=True)
+    _err.print(f"{summary_text(receipt.stats)}; {receipt}", style="dim", soft_wrap=True)
     return text
 
 
@@ -294,11 +296,14 @@ def top(
     top_.watch(url, api_key=api_key, interval_s=interval, count=count, console=Console(highlight=False))
 
 
+app.command()(quality)
+
+
 def main() -> None:
     """Entry point: errors that a user can act on become one line."""
     try:
         app()
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError, ToolError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from hobbit_py import _lib
+from hobbit_py.receipt import Receipt, curve_of
 from hobbit_py.stats import CacheStats, Counters, LayerStats, Placement, counters_of
 
 from llama_cpp import Llama as Llama  # isort: skip - after _lib, which decides what it loads
@@ -268,6 +269,16 @@ class Hobbit(Llama):
             yield delta
         finally:
             delta.finish()
+
+    @contextmanager
+    def receipt(self) -> Iterator[Receipt]:
+        """`with model.receipt() as r: ...`: gate weight in low precision and skipped, and what that costs, estimated.
+
+        The estimate needs `profile=FILE` with what `hobbit quality --profile FILE` measured on these files.
+        """
+        curve = curve_of(self._engine_options.get("profile"), self.placement)
+        with self.stats_delta() as delta:
+            yield Receipt(lambda: delta.stats, curve)
 
     def resident(self) -> npt.NDArray[np.int8]:
         """[layer with experts, expert]: 0 absent, 1 low, 2 high precision. Waits for the end of a running step."""
