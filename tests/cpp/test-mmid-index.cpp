@@ -1,9 +1,18 @@
-// The indices that ggml-cuda's MUL_MAT_ID works with (mmid.cu and mmid.cuh of patch 0008), on the host, against the CPU
-// operation: the kernel that sorts a batch's rows by expert runs from its own source, with negative ids among them.
-// Every buffer ends at a page that cannot be touched, and holds garbage before.
+// ggml-cuda's MUL_MAT_ID with negative ids (patch 0008), on the host, against the CPU operation: the kernel that sorts a
+// batch's rows by expert, the matrix-vector kernels of float and quantised weights with what is fused into them, and the
+// order of the general path run from their own source. Every buffer ends at a page that cannot be touched, and holds
+// garbage before. Not here: the tensor core kernels of mmf and mmq.
 
-#include "mmid.cuh"
-#include "mmid-on-host.cu" // CMake writes it: mmid.cu with launches as function calls
+#include "common.cuh"
+
+// CMake copies them, with launches as function calls
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-compare"
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#include "mmid.cu"
+#include "mmvf.cu"
+#include "mmvq.cu"
+#pragma GCC diagnostic pop
 
 #include "check.h"
 #include "ggml-backend.h"
@@ -17,6 +26,7 @@
 #include <unistd.h>
 
 char data_mm_ids_helper[SHARED_BYTES];
+char data_mmv[SHARED_BYTES];
 
 static std::mt19937 rng(1);
 
@@ -71,6 +81,9 @@ static batch random_batch(int n_experts, int n_tokens, int n_used, bool broadcas
 static const int N_EMBD = 4;
 static const int N_ROWS = 37;
 
+struct matrix_shape { int64_t k, rows; };
+static const matrix_shape SMALL = { N_EMBD, N_ROWS };
+
 // small integers, so that sums are exact in any order
 static std::vector<float> random_floats(size_t n) {
     std::vector<float> values(n);
@@ -80,14 +93,14 @@ static std::vector<float> random_floats(size_t n) {
     return values;
 }
 
-static std::vector<float> cpu_result(ggml_backend_t backend, const batch & b, const std::vector<float> & weights, const std::vector<float> & input,
-        const std::vector<float> * before) {
+static std::vector<float> cpu_result(ggml_backend_t backend, const batch & b, const matrix_shape & shape, const std::vector<float> & weights,
+        const std::vector<float> & input, const std::vector<float> * before) {
     ggml_init_params params = { ggml_tensor_overhead()*16 + ggml_graph_overhead(), nullptr, true };
     ggml_context_ptr ctx(ggml_init(params));
-    ggml_tensor * as  = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, N_EMBD, N_ROWS, b.n_experts);
-    ggml_tensor * cur = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, N_EMBD, b.nchannels_y, b.n_tokens);
+    ggml_tensor * as  = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, shape.k, shape.rows, b.n_experts);
+    ggml_tensor * cur = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, shape.k, b.nchannels_y, b.n_tokens);
     ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, b.n_used, b.n_tokens);
-    ggml_tensor * dst = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, N_ROWS, b.n_used, b.n_tokens);
+    ggml_tensor * dst = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, shape.rows, b.n_used, b.n_tokens);
     ggml_tensor * out = before ? ggml_mul_mat_id_into(ctx.get(), as, cur, ids, dst) : ggml_mul_mat_id(ctx.get(), as, cur, ids);
     ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend));
     ggml_backend_tensor_set(as,  weights.data(), 0, ggml_nbytes(as));
@@ -172,7 +185,7 @@ static void check_helper(ggml_backend_t backend, const batch & b, bool keep_rows
             }
         }
     }
-    const std::vector<float> want = cpu_result(backend, b, weights, input, keep_rows ? &before : nullptr);
+    const std::vector<float> want = cpu_result(backend, b, SMALL, weights, input, keep_rows ? &before : nullptr);
     CHECK(std::equal(want.begin(), want.end(), dst.data));
 }
 
@@ -206,7 +219,7 @@ static void check_sorted(ggml_backend_t backend, const batch & b, bool keep_rows
     for (int32_t from : sorted.from_sorted) {
         result.insert(result.end(), rows.begin() + from*N_ROWS, rows.begin() + (from + 1)*N_ROWS);
     }
-    CHECK(result == cpu_result(backend, b, weights, input, keep_rows ? &before : nullptr));
+    CHECK(result == cpu_result(backend, b, SMALL, weights, input, keep_rows ? &before : nullptr));
 }
 
 // kernels over rows of dst: blocks of n_block rows, the last one not full
@@ -220,6 +233,125 @@ static void check_skip_row(int nrows, int n_block, int nlanes, bool keep_rows) {
         // and nothing of the next block
         for (int i = 0; i < nrows; ++i) {
             CHECK(row[i] == (keep_rows || i >= row0 + n_block ? 1.0f : 0.0f));
+        }
+    }
+}
+
+// the matrix-vector kernels, through the functions that the backend calls
+
+enum fused { FUSED_NOTHING, FUSED_BIAS, FUSED_GLU };
+
+struct weights_on_host {
+    std::vector<float> values;
+    guarded<uint8_t>   data;
+
+    weights_on_host(ggml_type type, const matrix_shape & shape, int n_experts)
+        : values(random_floats(shape.k*shape.rows*n_experts)), data(ggml_row_size(type, shape.k)*shape.rows*n_experts) {
+        for (size_t i = 0; i < values.size(); ++i) {
+            switch (type) {
+                case GGML_TYPE_F32:  ((float       *) data.data)[i] = values[i];                    break;
+                case GGML_TYPE_F16:  ((ggml_fp16_t *) data.data)[i] = ggml_fp32_to_fp16(values[i]); break;
+                case GGML_TYPE_BF16: ((ggml_bf16_t *) data.data)[i] = ggml_fp32_to_bf16(values[i]); break;
+                case GGML_TYPE_Q8_0: {
+                    block_q8_0 & block = ((block_q8_0 *) data.data)[i/QK8_0];
+                    block.d = ggml_fp32_to_fp16(1.0f);
+                    block.qs[i % QK8_0] = (int8_t) values[i];
+                } break;
+                default: abort();
+            }
+        }
+    }
+};
+
+static void check_vector_kernel(ggml_backend_t backend, ggml_type type, const matrix_shape & shape, const batch & b, bool keep_rows, fused with) {
+    ggml_init_params params = { ggml_tensor_overhead()*32, nullptr, true };
+    ggml_context_ptr ctx(ggml_init(params));
+
+    weights_on_host w(type, shape, b.n_experts);
+    weights_on_host w_gate(type, shape, b.n_experts);
+    const std::vector<float> input  = random_floats(shape.k*b.nchannels_y*b.n_tokens);
+    const std::vector<float> bias   = random_floats(shape.rows*b.n_experts);
+    const std::vector<float> before = random_floats(shape.rows*b.n_used*b.n_tokens);
+
+    guarded<float>   input_data(input.size());
+    guarded<float>   bias_data(bias.size());
+    guarded<float>   dst_data(before.size());
+    guarded<int32_t> ids_data(b.ids.size());
+    std::copy(input.begin(),  input.end(),  input_data.data);
+    std::copy(bias.begin(),   bias.end(),   bias_data.data);
+    std::copy(before.begin(), before.end(), dst_data.data);
+    std::copy(b.ids.begin(),  b.ids.end(),  ids_data.data);
+
+    alignas(64) static char of_weights[64];
+    ggml_backend_buffer_ptr buffer(ggml_backend_cpu_buffer_from_ptr(of_weights, sizeof(of_weights)));
+    ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+
+    auto new_tensor = [&](ggml_type t, int64_t ne0, int64_t ne1, int64_t ne2, void * data) {
+        ggml_tensor * tensor = ggml_new_tensor_3d(ctx.get(), t, ne0, ne1, ne2);
+        tensor->data   = data;
+        tensor->buffer = buffer.get();
+        return tensor;
+    };
+    ggml_tensor * as   = new_tensor(type, shape.k, shape.rows, b.n_experts, w.data.data);
+    ggml_tensor * gate = new_tensor(type, shape.k, shape.rows, b.n_experts, w_gate.data.data);
+    ggml_tensor * cur  = new_tensor(GGML_TYPE_F32, shape.k, b.nchannels_y, b.n_tokens, input_data.data);
+    ggml_tensor * add  = new_tensor(GGML_TYPE_F32, shape.rows, b.n_experts, 1, bias_data.data);
+    ggml_tensor * ids  = new_tensor(GGML_TYPE_I32, b.n_used, b.n_tokens, 1, ids_data.data);
+    ids->nb[1] = b.si1*sizeof(int32_t);
+    ggml_tensor * dst0 = new_tensor(GGML_TYPE_F32, shape.rows, b.n_used, b.n_tokens, dst_data.data);
+
+    ggml_tensor * dst = keep_rows ? ggml_mul_mat_id_into(ctx.get(), as, cur, ids, dst0) : ggml_mul_mat_id(ctx.get(), as, cur, ids);
+    ggml_cuda_mm_fusion_args_host fusion;
+    if (with == FUSED_BIAS) {
+        dst = ggml_add_id(ctx.get(), dst, add, ids);
+        fusion.x_bias = add;
+    } else if (with == FUSED_GLU) {
+        dst = ggml_swiglu_split(ctx.get(), ggml_mul_mat_id(ctx.get(), gate, cur, ids), dst);
+        fusion.gate = gate;
+    }
+    dst->data = dst_data.data;
+
+    ggml_backend_cuda_context cuda;
+    if (ggml_is_quantized(type)) {
+        ggml_cuda_mul_mat_vec_q(cuda, as, cur, ids, dst, with == FUSED_NOTHING ? nullptr : &fusion);
+    } else {
+        ggml_cuda_mul_mat_vec_f(cuda, as, cur, ids, dst, with == FUSED_NOTHING ? nullptr : &fusion);
+    }
+
+    std::vector<float> want = cpu_result(backend, b, shape, w.values, input, keep_rows ? &before : nullptr);
+    const std::vector<float> of_gate = with == FUSED_GLU ? cpu_result(backend, b, shape, w_gate.values, input, nullptr) : want;
+    for (size_t i = 0; i < want.size(); ++i) {
+        const int     r  = (int) (i/shape.rows);
+        const int32_t id = b.id(r/b.n_used, r % b.n_used);
+        if (with == FUSED_BIAS && id >= 0) {
+            want[i] += bias[id*shape.rows + i % shape.rows];
+        } else if (with == FUSED_GLU) {
+            want[i] *= ggml_cuda_op_silu_single(of_gate[i]);
+        }
+    }
+    CHECK(std::equal(want.begin(), want.end(), dst_data.data));
+}
+
+static void check_vector_kernels(ggml_backend_t backend) {
+    cuda_on_host::shared_memory = data_mmv;
+    for (int negative_percent : { 0, 50, 100 }) {
+        for (int n_tokens : { 1, 2, 5 }) {
+            for (bool broadcast : { false, true }) {
+                for (int flags = 0; flags < 4; ++flags) {
+                    const bool  keep_rows = flags == 1;
+                    const fused with      = flags == 2 ? FUSED_BIAS : flags == 3 ? FUSED_GLU : FUSED_NOTHING;
+                    const batch b         = random_batch(6, n_tokens, 3, broadcast, negative_percent);
+                    cuda_on_host::reverse_blocks = rng() % 2;
+                    if (n_tokens == 1 || with == FUSED_NOTHING) {
+                        for (ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16 }) {
+                            check_vector_kernel(backend, type, { 160, 11 }, b, keep_rows, with);
+                        }
+                    }
+                    // a block takes several rows of short ones
+                    check_vector_kernel(backend, GGML_TYPE_Q8_0, {   64, 16 }, b, keep_rows, with);
+                    check_vector_kernel(backend, GGML_TYPE_Q8_0, { 4096,  6 }, b, keep_rows, with);
+                }
+            }
         }
     }
 }
@@ -254,5 +386,6 @@ int main() {
             }
         }
     }
+    check_vector_kernels(backend.get());
     return check_result("mmid-index");
 }
