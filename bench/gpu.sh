@@ -106,10 +106,10 @@ do_kernels() {
 }
 
 do_exact() {
-    local high=models/tiny-moe/tiny-moe-F16.gguf options=()
-    if [ "$gpu" = yes ]; then options=(--ngl 99); fi
+    local high=models/tiny-moe/tiny-moe-F16.gguf
+    # every layer is on the GPU by default
     for ubatch in 1 8 32 512; do
-        "$bin/hobbit-exact" --model "$high" --cache min --ubatch "$ubatch" --prompt 64 --generate 64 "${options[@]}"
+        "$bin/hobbit-exact" --model "$high" --cache min --ubatch "$ubatch" --prompt 64 --generate 64
     done
 }
 

@@ -1,6 +1,6 @@
 // ggml-cuda's MUL_MAT_ID with negative ids (patch 0008), on the host, against the CPU operation: the kernel that sorts a
-// batch's rows by expert, the matrix-vector kernels of float and quantised weights with what is fused into them, and the
-// order of the general path run from their own source. Every buffer ends at a page that cannot be touched, and holds
+// batch's rows by expert, the matrix-vector kernels of float and quantised weights with what is fused into them, the
+// quantisers in front of mmq, and the order of the general path run from their own source. Every buffer ends at a page that cannot be touched, and holds
 // garbage before. Not here: the tensor core kernels of mmf and mmq.
 
 #include "common.cuh"
@@ -12,6 +12,52 @@
 #include "mmid.cu"
 #include "mmvf.cu"
 #include "mmvq.cu"
+
+// the activations that mmq reads, as they are in the backend
+namespace quantisers {
+
+#define CUDA_QUANTIZE_BLOCK_SIZE     256
+#define CUDA_QUANTIZE_BLOCK_SIZE_MMQ 128
+#define WARP_SIZE                    32
+#define QK_MXFP4                     32
+#define QK_NVFP4                     64
+
+static constexpr int QK8_1_MMQ  = 128;
+static constexpr int QK_FP4_MMQ = 256;
+
+struct float4 { float  x, y, z, w; };
+struct char4  { int8_t x, y, z, w; };
+struct char2  { int8_t x, y; };
+
+struct block_q8_1     { half2 ds; int8_t qs[QK8_1]; };
+struct block_fp4_mmq  { uint32_t d4[4]; int8_t qs[QK_FP4_MMQ/2]; };
+struct block_q8_1_mmq {
+    union {
+        float d4[4];
+        half2 ds4[4];
+        half  d2s6[8];
+    };
+    int8_t qs[QK8_1_MMQ];
+};
+
+enum mmq_q8_1_ds_layout { MMQ_Q8_1_DS_LAYOUT_D4, MMQ_Q8_1_DS_LAYOUT_DS4, MMQ_Q8_1_DS_LAYOUT_D2S6 };
+
+static mmq_q8_1_ds_layout mmq_get_q8_1_ds_layout(ggml_type type) {
+    return type == GGML_TYPE_Q8_0 ? MMQ_Q8_1_DS_LAYOUT_D4 : type == GGML_TYPE_Q4_0 ? MMQ_Q8_1_DS_LAYOUT_DS4 : MMQ_Q8_1_DS_LAYOUT_D2S6;
+}
+
+static float4  make_float4(float x, float y, float z, float w)     { return { x, y, z, w }; }
+static int     __float2int_rn(float x)                             { return (int) rintf(x); }
+static float   __frcp_rn(float x)                                  { return 1.0f/x; }
+static float   ggml_cuda_e8m0_to_fp32(uint8_t e)                   { return ldexpf(1.0f, e - 127); }
+static uint8_t ggml_cuda_float_to_fp4_e2m1(float x, float inverse) { return (uint8_t) ((int) (x*inverse) & 15); }
+template <int width> static float warp_reduce_max(float)           { abort(); }
+using std::max;
+using std::min;
+
+#include "quantize.cu"
+
+} // namespace quantisers
 #pragma GCC diagnostic pop
 
 #include "check.h"
@@ -187,6 +233,61 @@ static void check_helper(ggml_backend_t backend, const batch & b, bool keep_rows
     }
     const std::vector<float> want = cpu_result(backend, b, SMALL, weights, input, keep_rows ? &before : nullptr);
     CHECK(std::equal(want.begin(), want.end(), dst.data));
+}
+
+// what the quantisers write through the helper's maps, against the same rows quantised one after another
+static void check_quantised(const batch & b, ggml_type type) {
+    const bool    fp4    = type == GGML_TYPE_MXFP4;
+    const int     n_rows = b.n_tokens*b.n_used;
+    const int64_t ne00   = 96;
+    const int64_t ne0    = MATRIX_ROW_PADDING;
+    const int64_t n_cols = ne0/(fp4 ? quantisers::QK_FP4_MMQ : quantisers::QK8_1_MMQ);
+    const bool    inverse = b.nchannels_y == 1 && b.n_used > 1;
+
+    typedef quantisers::block_q8_1_mmq block; // both kinds have this size
+    static_assert(sizeof(block) == sizeof(quantisers::block_fp4_mmq), "blocks differ");
+
+    guarded<float>   input(ne00*b.nchannels_y*b.n_tokens);
+    guarded<int32_t> ids_src1(n_rows);
+    guarded<int32_t> ids_dst(n_rows);
+    guarded<int32_t> bounds(b.n_experts + 1);
+    guarded<block>   plain(n_cols*b.nchannels_y*b.n_tokens);
+    guarded<block>   compact(n_cols*n_rows);
+    const std::vector<float> values = random_floats(input.n);
+    std::copy(values.begin(), values.end(), input.data);
+
+    cuda_on_host::shared_memory = data_mm_ids_helper;
+    ggml_cuda_launch_mm_ids_helper(b.ids.data(), ids_src1.data, ids_dst.data, bounds.data, nullptr, 0, 0, 0,
+        b.n_experts, b.n_tokens, b.n_used, b.nchannels_y, b.si1, b.nchannels_y, inverse, nullptr);
+
+    if (fp4) {
+        quantisers::quantize_mmq_fp4_cuda(input.data, nullptr, plain.data, nullptr, type, false, ne00, ne00, 0, 0, ne0, b.nchannels_y*b.n_tokens, 1, 1, nullptr);
+    } else {
+        quantisers::quantize_mmq_q8_1_cuda(input.data, nullptr, plain.data, type, ne00, ne00, 0, 0, ne0, b.nchannels_y*b.n_tokens, 1, 1, nullptr);
+    }
+    if (inverse && fp4) {
+        quantisers::quantize_scatter_mmq_fp4_cuda(input.data, ids_src1.data, compact.data, nullptr, type, false, ne00, ne00, ne0, b.n_tokens, n_rows, b.n_used, nullptr);
+    } else if (inverse) {
+        quantisers::quantize_scatter_mmq_q8_1_cuda(input.data, ids_src1.data, compact.data, type, ne00, ne00, ne0, b.n_tokens, n_rows, b.n_used, nullptr);
+    } else if (fp4) {
+        quantisers::quantize_mmq_fp4_cuda(input.data, ids_src1.data, compact.data, nullptr, type, false, ne00, ne00, 0, 0, ne0, n_rows, 1, 1, nullptr);
+    } else {
+        quantisers::quantize_mmq_q8_1_cuda(input.data, ids_src1.data, compact.data, type, ne00, ne00, 0, 0, ne0, n_rows, 1, 1, nullptr);
+    }
+
+    guarded<block> untouched(1);
+    for (int i = 0; i < n_rows; ++i) {
+        const int it  = ids_dst[i]/b.n_used;
+        const int row = it*b.nchannels_y + ids_dst[i] % b.n_used % b.nchannels_y;
+        for (int64_t col = 0; col < n_cols; ++col) {
+            const block & got = compact[col*n_rows + i];
+            if (i < bounds[b.n_experts]) {
+                CHECK(memcmp(&got, &plain[col*b.nchannels_y*b.n_tokens + row], sizeof(block)) == 0);
+            } else if (inverse) {
+                CHECK(memcmp(&got, untouched.data, sizeof(block)) == 0);
+            }
+        }
+    }
 }
 
 // the general path: rows gathered in sorted order, multiplied expert by expert, gathered back
@@ -383,6 +484,13 @@ int main() {
             for (int nlanes : { 1, 32, 64 }) {
                 check_skip_row(nrows, n_block, nlanes, false);
                 check_skip_row(nrows, n_block, nlanes, true);
+            }
+        }
+    }
+    for (ggml_type type : { GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_Q2_K, GGML_TYPE_MXFP4 }) {
+        for (int negative_percent : { 0, 40, 100 }) {
+            for (bool broadcast : { false, true }) {
+                check_quantised(random_batch(9, 7, 5, broadcast, negative_percent), type);
             }
         }
     }

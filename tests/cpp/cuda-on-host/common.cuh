@@ -176,6 +176,21 @@ static inline void __syncthreads() { cuda_on_host::meet(cuda_on_host::block, cud
 
 static inline int group_of(int width) { return cuda_on_host::current % CUDA_ON_HOST_WARP_SIZE/width*width; }
 
+// every lane's value, of 8 bytes at most
+template <typename T>
+static T of_lane(const std::vector<uint64_t> & all, int lane) {
+    T value;
+    memcpy((void *) &value, &all[lane], sizeof(value));
+    return value;
+}
+
+template <typename T>
+static const std::vector<uint64_t> & meet_with(T value) {
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof(value));
+    return cuda_on_host::meet_warp(bits);
+}
+
 template <int width>
 static int warp_reduce_any(int value) {
     const std::vector<uint64_t> & all = cuda_on_host::meet_warp(value != 0);
@@ -198,26 +213,29 @@ static int warp_reduce_sum(int value) {
 
 template <int width>
 static float warp_reduce_sum(float value) {
-    uint64_t bits = 0;
-    memcpy(&bits, &value, sizeof(value));
-    const std::vector<uint64_t> & all = cuda_on_host::meet_warp(bits);
+    const std::vector<uint64_t> & all = meet_with(value);
     float sum = 0.0f;
     for (int i = 0; i < width; ++i) {
-        memcpy(&value, &all[group_of(width) + i], sizeof(value));
-        sum += value;
+        sum += of_lane<float>(all, group_of(width) + i);
     }
     return sum;
 }
 
-static inline int __shfl_sync(unsigned, int value, int lane, int width) {
-    const std::vector<uint64_t> & all = cuda_on_host::meet_warp((uint64_t) (int64_t) value);
-    return (int) (int64_t) all[group_of(width) + lane % width];
+template <typename T>
+static T __shfl_sync(unsigned, T value, int lane, int width) {
+    return of_lane<T>(meet_with(value), group_of(width) + lane % width);
 }
 
-static inline int __shfl_up_sync(unsigned, int value, unsigned delta, int width) {
+template <typename T>
+static T __shfl_up_sync(unsigned, T value, unsigned delta, int width) {
     const int lane = cuda_on_host::current % CUDA_ON_HOST_WARP_SIZE;
-    const std::vector<uint64_t> & all = cuda_on_host::meet_warp((uint64_t) (int64_t) value);
-    return (int) (int64_t) all[lane - group_of(width) >= (int) delta ? lane - delta : lane];
+    return of_lane<T>(meet_with(value), lane - group_of(width) >= (int) delta ? lane - delta : lane);
+}
+
+template <typename T>
+static T __shfl_xor_sync(unsigned, T value, int mask, int width) {
+    GGML_ASSERT(mask < width);
+    return of_lane<T>(meet_with(value), cuda_on_host::current % CUDA_ON_HOST_WARP_SIZE ^ mask);
 }
 
 // what launchers ask the device
@@ -300,11 +318,16 @@ static inline uint3    init_fastdiv_values(uint64_t d)                          
 static inline uint32_t fastdiv(uint32_t n, uint3 d)                               { return n/d.z; }
 static inline uint32_t fastmodulo(uint32_t n, uint3 d)                            { return n%d.z; }
 
-struct half          { ggml_fp16_t x; };
+struct half {
+    ggml_fp16_t x;
+    half() = default;
+    half(float value) : x(ggml_fp32_to_fp16(value)) {}
+};
 struct half2         { half x, y; };
 struct nv_bfloat16   { ggml_bf16_t x; };
 struct nv_bfloat162  { nv_bfloat16 x, y; };
 
+static inline half2  make_half2(float x, float y)   { return { x, y }; }
 static inline float2 __half22float2(half2 h) { return { ggml_fp16_to_fp32(h.x.x), ggml_fp16_to_fp32(h.y.x) }; }
 static inline void   ggml_cuda_mad(float & acc, float a, float b)       { acc += a*b; }
 static inline void   ggml_cuda_mad(float & acc, nv_bfloat16 a, float b) { acc += ggml_bf16_to_fp32(a.x)*b; }
