@@ -89,21 +89,55 @@ struct place {
     }
 };
 
-static void direct_and_buffered_reads_bring_the_same_bytes() {
+static void every_way_of_reading_brings_the_same_bytes() {
     for (bool direct : { false, true }) {
-        big_store s(direct);
-        printf("  direct reads %s\n", direct ? (s.direct ? "tried" : "not possible here") : "off");
-        hobbit_loader loader(3, false);
-        std::deque<place> places;
-        for (const auto & w : s.store.weights) {
-            for (int e = 0; e < 6; ++e) {
-                places.emplace_back(w.get(), e);
-                loader.submit(places.back().read(), e % 2 ? HOBBIT_DEMAND : HOBBIT_PREFETCH);
+        for (bool uring : { false, true }) {
+            big_store s(direct);
+            hobbit_loader loader(3, false, uring);
+            printf("  direct reads %s, io_uring %s\n", !direct ? "off" : s.direct ? "tried" : "not possible here", !uring ? "off" : loader.is_uring() ? "tried" : "not possible here");
+            std::deque<place> places;
+            for (const auto & w : s.store.weights) {
+                for (int e = 0; e < 6; ++e) {
+                    places.emplace_back(w.get(), e);
+                    loader.submit(places.back().read(), e % 2 ? HOBBIT_DEMAND : HOBBIT_PREFETCH);
+                }
+            }
+            for (place & p : places) {
+                CHECK(loader.await(p.state) == HOBBIT_PIECE_READY);
+                CHECK(p.right());
             }
         }
-        for (place & p : places) {
-            CHECK(loader.await(p.state) == HOBBIT_PIECE_READY);
-            CHECK(p.right());
+    }
+}
+
+// experts smaller than a block, of sizes that are and are not multiples of what direct reads want
+static void small_pieces_side_by_side_are_read_at_once() {
+    for (int64_t n_ff : { 1, 25, 32, 64, 1000 }) {
+        for (bool direct : { false, true }) {
+            moe_file model;
+            model.n_layer  = 1;
+            model.n_expert = 40;
+            model.n_ff     = n_ff;
+            model.write(dir / "small.gguf");
+            const int fd = open((dir / "small.gguf").c_str(), O_RDONLY);
+            hobbit_store store;
+            show_all_tensors(store, dir / "small.gguf", fd);
+            close(fd);
+            if (direct) {
+                store.files[0]->open_direct();
+            }
+            hobbit_loader loader(2, false);
+            for (int step : { 1, 3, 7 }) { // in the file's order, and not
+                std::deque<place> places;
+                for (int i = 0; i < 40; ++i) {
+                    places.emplace_back(store.weights[i % 3].get(), i * step % 40);
+                    loader.submit(places.back().read(), HOBBIT_DEMAND);
+                }
+                for (place & p : places) {
+                    CHECK(loader.await(p.state) == HOBBIT_PIECE_READY);
+                    CHECK(p.right());
+                }
+            }
         }
     }
 }
@@ -262,7 +296,8 @@ static void invalid_numbers_fail_only_when_checked() {
 
 int main() {
     every_piece_arrives();
-    direct_and_buffered_reads_bring_the_same_bytes();
+    every_way_of_reading_brings_the_same_bytes();
+    small_pieces_side_by_side_are_read_at_once();
     demands_overtake_prefetches_and_cancelled_ones_stop();
     promote_and_cancel_race_with_the_threads();
     the_end_does_not_wait_for_prefetches();

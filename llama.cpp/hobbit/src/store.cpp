@@ -164,6 +164,40 @@ bool hobbit_source_read(const hobbit_source & source, uint64_t offset, char * ds
     return true;
 }
 
+hobbit_run::hobbit_run(const hobbit_source & source, uint64_t offset_bytes, uint64_t size, const std::vector<char *> & dst) {
+    const bool     direct = source.file->fd_direct >= 0;
+    const uint64_t align  = direct ? HOBBIT_DIRECT_ALIGN : 1;
+    const uint64_t skew   = offset_bytes % align;
+
+    fd     = direct ? source.file->fd_direct : source.file->fd;
+    offset = offset_bytes - skew;
+    bytes  = 0;
+    least  = skew + size * dst.size();
+    for (size_t i = 0; i < dst.size(); ++i) {
+        // whole blocks up to the end of this part; the first of them belongs to the part before
+        const uint64_t end = (skew + size * (i + 1) + align - 1) / align * align;
+        iov.push_back({ dst[i] - skew + (bytes - size * i), end - bytes });
+        bytes = end;
+    }
+}
+
+bool hobbit_run::done(const hobbit_source & source, const std::vector<char *> & dst, int64_t n_read) const {
+    if (n_read < (int64_t) least) {
+        return false;
+    }
+    const uint64_t size = source.expert_bytes;
+    for (size_t i = 1; i < dst.size(); ++i) {
+        const uint64_t here = (char *) iov[i].iov_base - dst[i]; // what the part before got of this one
+        memcpy(dst[i], dst[i - 1] + size, here);
+    }
+#ifdef POSIX_FADV_DONTNEED
+    if (source.file->drop_cached) {
+        posix_fadvise(source.file->fd, offset, bytes, POSIX_FADV_DONTNEED);
+    }
+#endif
+    return true;
+}
+
 //
 // tensors
 //
@@ -248,6 +282,19 @@ bool hobbit_store::add_tensor(const ggml_tensor * meta, int fd, uint64_t offset)
 
     weights.push_back(std::move(weight));
     return true;
+}
+
+ggml_tensor hobbit_weight::expert_tensor(int precision) const {
+    ggml_tensor t = {};
+    t.type  = source[precision].type;
+    t.ne[0] = ne[0];
+    t.ne[1] = ne[1];
+    t.ne[2] = t.ne[3] = 1;
+    t.nb[0] = ggml_type_size(t.type);
+    t.nb[1] = ggml_row_size(t.type, ne[0]);
+    t.nb[2] = t.nb[3] = t.nb[1] * ne[1];
+    snprintf(t.name, sizeof(t.name), "%s", name.c_str());
+    return t;
 }
 
 hobbit_weight * hobbit_store::find(const std::string & name) {

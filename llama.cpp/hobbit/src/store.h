@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/uio.h>
+
 struct gguf_context;
 
 enum hobbit_role : int8_t {
@@ -59,6 +61,7 @@ struct hobbit_source {
     ggml_type           type = GGML_TYPE_COUNT;
     uint64_t            offset       = 0;
     uint64_t            expert_bytes = 0;
+    bool                repacked     = false; // as it arrives, see ggml-cpu.h
 
     uint64_t skew(int expert) const {
         return file->fd_direct >= 0 ? (offset + expert * expert_bytes) % HOBBIT_DIRECT_ALIGN : 0;
@@ -78,6 +81,9 @@ struct hobbit_weight {
     hobbit_role   role  = HOBBIT_N_ROLES;
     int64_t       ne[3] = { 0, 0, 0 }; // columns, rows, experts
     hobbit_source source[HOBBIT_N_PRECISIONS];
+
+    // one expert of it as a tensor without data
+    ggml_tensor expert_tensor(int precision) const;
 };
 
 struct hobbit_layer {
@@ -139,6 +145,20 @@ const char * hobbit_gguf_str(const gguf_context * meta, const char * key);
 // reads size bytes at offset into dst, directly if the file is open for it: then dst is as misaligned as offset is, and memory up to
 // the aligned blocks around it is written too. On failure says what is wrong with the file
 bool hobbit_source_read(const hobbit_source & source, uint64_t offset, char * dst, uint64_t size, std::string & err);
+
+// one read of consecutive bytes into several places: n experts side by side in the file, or (n = 1) a part of one.
+// A direct read brings the block that two experts share to the first of them; done() gives the second its part
+struct hobbit_run {
+    int                fd;
+    uint64_t           offset;
+    uint64_t           bytes; // of the vectors
+    uint64_t           least; // bytes without which the run has failed: the last block may reach beyond the file
+    std::vector<iovec> iov;
+
+    hobbit_run(const hobbit_source & source, uint64_t offset, uint64_t size, const std::vector<char *> & dst);
+    // n_read: what the system call returned. false: read one by one instead
+    bool done(const hobbit_source & source, const std::vector<char *> & dst, int64_t n_read) const;
+};
 
 // reads size bytes at offset through the page cache; on failure says what is wrong with the file
 bool hobbit_file_read(const hobbit_file & file, uint64_t offset, void * dst, size_t size, std::string & err);
