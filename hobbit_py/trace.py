@@ -24,11 +24,11 @@ SKIP, LOW, HIGH = 0, 1, 2  # asked and given
 ABSENT, LOADING, READY = 0, 1, 2
 
 STEP, ROUTE, PREDICT, DEMAND, STREAM, PREFETCH, WARM, EVICT, CANCEL = range(1, 10)
-FAIL, DONE, END, SEQUENCE, RESIZE, STATS_RESET, STATS, RESIDENT, RECORDS = range(10, 19)
+FAIL, DONE, END, SEQUENCE, RESIZE, STATS_RESET, STATS, RESIDENT, RECORDS, DROP = range(10, 20)
 NAMES = dict(
     enumerate(
         "step route predict demand stream prefetch warm evict cancel fail done end sequence resize stats_reset stats "
-        "resident records".split(),
+        "resident records drop".split(),
         start=1,
     )
 )

@@ -59,6 +59,7 @@ static void usage(FILE * out) {
         "  --swap-experts FILE   instead: stock against a copy (FILE, deleted afterwards) with experts 0 and 1 exchanged;\n"
         "                        0 if that changes the logits, 1 if not\n"
         "  --stock-only-dump FILE  instead: write the logits of the stock model, F32, row after row\n"
+        "  --repack              load with the CPU's interleaved layouts, as llama.cpp does by default\n"
         "  --verbose             show the log\n", out);
 }
 
@@ -76,6 +77,7 @@ struct options {
     std::string      versus;
     std::string      swap_copy;
     std::string      dump;
+    bool             repack     = false;
     bool             verbose    = false;
 
     std::vector<std::pair<std::string, std::string>> hobbit;
@@ -110,6 +112,10 @@ static options parse(int argc, char ** argv) {
         if (name == "--help" || name == "-h") {
             usage(stdout);
             exit(0);
+        }
+        if (name == "--repack") {
+            o.repack = true;
+            continue;
         }
         if (name == "--verbose") {
             o.verbose = true;
@@ -296,10 +302,12 @@ struct refused : std::runtime_error {
 using model_ptr   = std::unique_ptr<llama_model,   decltype(&llama_model_free)>;
 using context_ptr = std::unique_ptr<llama_context, decltype(&llama_free)>;
 
+static bool use_repack = false;
+
 static llama_model * load_with(const std::string & path, const llama_model_kv_override * overrides) {
     llama_model_params params = llama_model_default_params();
     params.load_mode       = LLAMA_LOAD_MODE_NONE;
-    params.use_extra_bufts = false; // repacked weights give other bits; cached experts are never repacked
+    params.use_extra_bufts = use_repack; // repacked weights give other bits
     params.n_gpu_layers    = 0;
     params.kv_overrides    = overrides;
     log_errors.clear();
@@ -586,6 +594,7 @@ int main(int argc, char ** argv) {
         return EXIT_BROKEN;
     }
     log_verbose = o.verbose;
+    use_repack  = o.repack;
     llama_log_set(on_log, nullptr);
     llama_backend_init();
     try {

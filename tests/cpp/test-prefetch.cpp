@@ -83,18 +83,18 @@ static void governor_goes_where_it_pays() {
     g.init(3, true);
     CHECK(g.depth() == 1);
     for (int i = 0; i < 100; ++i) {
-        g.step(9, 1, 0.5f);
+        g.step({ 9, 1, 0.5f, 0.5f, 0.1f });
     }
     CHECK(g.depth() == 3);
     for (int i = 0; i < 1000 && g.depth() > 0; ++i) {
-        g.step(3, 7, 0.5f);
+        g.step({ 3, 7, 0.5f, 0.5f, 0.1f });
     }
     CHECK(g.depth() == 0);
     CHECK(g.reason().find("30 %") != std::string::npos);
     // off is not for ever
     int steps = 0;
     while (g.depth() == 0 && steps < 1000) {
-        g.step(0, 0, 0.5f);
+        g.step({ 0, 0, 0.5f, 0.5f, 0.1f });
         steps++;
     }
     CHECK(g.depth() == 1 && steps > 10);
@@ -104,7 +104,7 @@ static void governor_stops_when_the_disk_is_busy_anyway() {
     hobbit_governor g;
     g.init(2, true);
     for (int i = 0; i < 1000 && g.depth() > 0; ++i) {
-        g.step(9, 1, 1.0f);
+        g.step({ 9, 1, 1.0f, 0.5f, 0.1f });
     }
     CHECK(g.depth() == 0);
     CHECK(g.reason().find("busy") != std::string::npos);
@@ -114,9 +114,42 @@ static void a_fixed_depth_stays() {
     hobbit_governor g;
     g.init(2, false);
     for (int i = 0; i < 1000; ++i) {
-        g.step(0, 10, 1.0f);
+        g.step({ 0, 10, 1.0f, 0.5f, 0.1f });
     }
     CHECK(g.depth() == 2);
+}
+
+static void governor_stops_when_waste_costs_more_than_there_is_to_hide() {
+    hobbit_governor g;
+    g.init(2, true);
+    int n_on = 0;
+    for (int i = 0; i < 2000; ++i) {
+        n_on += g.depth() > 0 ? 1 : 0;
+        g.step({ 8, 2, 0.5f, 0.02f, 0.1f }); // a slow disk: 2 % of the time computes, 10 % of the bytes are wasted
+    }
+    CHECK(n_on < 2000 / 10); // trials become rare
+    CHECK(g.reason().find("wasted") != std::string::npos || g.reason().find("trial") != std::string::npos);
+}
+
+static void governor_leaves_out_layers_that_are_predicted_badly() {
+    hobbit_governor g;
+    g.init(1, true);
+    for (int i = 0; i < 100; ++i) {
+        g.settled(1, i % 4 == 0);
+        g.settled(2, i % 4 != 0);
+    }
+    int n_allowed = 0;
+    for (int i = 0; i < 60; ++i) {
+        CHECK(g.allows(2) && g.allows(7));
+        n_allowed += g.allows(1) ? 1 : 0;
+    }
+    CHECK(n_allowed == 0);
+    for (int i = 0; i < 10; ++i) {
+        n_allowed += g.allows(1) ? 1 : 0;
+    }
+    CHECK(n_allowed > 0); // tried again
+    g.init(1, false);
+    CHECK(g.allows(1)); // a fixed depth is a fixed depth
 }
 
 int main() {
@@ -124,6 +157,8 @@ int main() {
     a_model_without_norms_is_not_predicted();
     governor_goes_where_it_pays();
     governor_stops_when_the_disk_is_busy_anyway();
+    governor_stops_when_waste_costs_more_than_there_is_to_hide();
+    governor_leaves_out_layers_that_are_predicted_badly();
     a_fixed_depth_stays();
     return check_result("prefetch");
 }

@@ -48,7 +48,7 @@ struct hobbit_option {
     const char * help;
 };
 
-enum { HOBBIT_N_OPTIONS = 18 };
+enum { HOBBIT_N_OPTIONS = 20 };
 
 // the key of the integer KV override that carries a config handle into a model (and into --fit's trial loads)
 #define HOBBIT_CONFIG_KEY "hobbit.config"
@@ -85,6 +85,8 @@ HOBBIT_API void hobbit_model_adopt(struct hobbit_model * model, struct ggml_tens
 // true if this tensor was adopted by any model
 HOBBIT_API bool hobbit_is_managed(const struct ggml_tensor * tensor);
 
+// ggml_cpu_experts_repack, for a model whose other weights may be repacked too; before finish
+HOBBIT_API void   hobbit_model_set_repack(struct hobbit_model * model, void * repack);
 // after the other weights are loaded: checks the low-precision file against the model, sizes and allocates the cache.
 // n_expert_used: the largest number of experts that one token uses in one layer
 HOBBIT_API bool   hobbit_model_finish(struct hobbit_model * model, const struct gguf_context * meta, int32_t n_expert_used,
@@ -103,6 +105,8 @@ HOBBIT_API bool         hobbit_model_check_high(const struct hobbit_model * mode
 
 HOBBIT_API struct hobbit_context * hobbit_context_new (struct hobbit_model * model);
 HOBBIT_API void                    hobbit_context_free(struct hobbit_context * ctx);
+// host memory that computing n_tokens at once will touch when it first happens: a cache of automatic size makes room for it then
+HOBBIT_API void                    hobbit_context_reserved(struct hobbit_context * ctx, size_t bytes, int32_t n_tokens);
 
 // what the step knows of its ubatch; arrays have n_tokens entries, pos and output may be NULL
 struct hobbit_ubatch {

@@ -64,24 +64,21 @@ bool hobbit_bank::resize(int n_slots, std::string & err) {
 }
 
 hobbit_no_access::~hobbit_no_access() {
-    for (int i = 0; i < n_ranges; ++i) {
-        munmap(ranges[i].base, ranges[i].size);
+    for (const range & r : ranges) {
+        munmap(r.base, r.size);
     }
 }
 
 void * hobbit_no_access::reserve(size_t size) {
-    for (int i = 0; i < n_ranges; ++i) {
-        if (ranges[i].size >= size) {
-            return ranges[i].base;
+    for (const range & r : ranges) {
+        if (r.size >= size) {
+            return r.base;
         }
-    }
-    if (n_ranges == (int) (sizeof(ranges) / sizeof(ranges[0]))) {
-        return nullptr;
     }
     void * p = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
         return nullptr;
     }
-    ranges[n_ranges++] = { p, size };
+    ranges.push_back({ p, size });
     return p;
 }

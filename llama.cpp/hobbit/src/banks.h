@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 class hobbit_bank {
   public:
@@ -40,8 +41,7 @@ class hobbit_no_access {
 
   private:
     struct range { void * base; size_t size; };
-    range ranges[64] = {};
-    int   n_ranges   = 0;
+    std::vector<range> ranges;
 };
 
 // places start at such addresses: cache lines, and what direct reads want

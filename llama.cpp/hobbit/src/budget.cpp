@@ -84,8 +84,8 @@ uint64_t hobbit_memory_margin(uint64_t limit) {
     return std::max<uint64_t>(limit / 8, 96ull << 20);
 }
 
-static constexpr int N_RING_MIN = 2; // one place computes while the other fills
-static constexpr int N_RING_MAX = 8;
+static constexpr int      N_RING_MIN = 2; // one place computes while the other fills
+static constexpr uint64_t N_RING_FEW = 4;
 
 uint64_t hobbit_plan_min_bytes(const hobbit_plan_params & p) {
     const int n = std::min(p.n_expert_used, p.n_experts);
@@ -98,8 +98,9 @@ bool hobbit_plan_pools(const hobbit_plan_params & p, hobbit_plan & plan) {
     }
     const uint64_t n_min = std::min(p.n_expert_used, p.n_experts);
 
-    // beyond its minimum the ring takes at most 1/16
-    plan.n_ring = (int) std::clamp<uint64_t>(p.budget / 16 / std::max<uint64_t>(p.ring_bytes, 1), N_RING_MIN, N_RING_MAX);
+    // beyond its minimum the ring takes 1/16, or 1/8 if that is what a few places take
+    const uint64_t ring_bytes = std::max(p.budget / 16, std::min(p.budget / 8, N_RING_FEW * p.ring_bytes));
+    plan.n_ring = (int) std::clamp<uint64_t>(ring_bytes / std::max<uint64_t>(p.ring_bytes, 1), N_RING_MIN, HOBBIT_RING_MOST);
     uint64_t left = p.budget - p.router_bytes - N_RING_MIN * p.ring_bytes - n_min * (p.slot_bytes[HOBBIT_LOW] + p.slot_bytes[HOBBIT_HIGH]);
     while (plan.n_ring > N_RING_MIN && (plan.n_ring - N_RING_MIN) * p.ring_bytes > left) {
         plan.n_ring--;

@@ -28,6 +28,8 @@ struct hobbit_plan_params {
     float    low_share;
 };
 
+constexpr int HOBBIT_RING_MOST = 128; // places; more would read further ahead than it pays
+
 struct hobbit_plan {
     int n_slots[HOBBIT_N_PRECISIONS];
     int n_ring;

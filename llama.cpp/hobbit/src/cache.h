@@ -65,6 +65,12 @@ struct hobbit_records {
     void use(size_t key, bool high, float weight = 0.0f);
 };
 
+// a batch that would push the decode working set out: more rows than rows_max, or this many selections per expert
+constexpr int64_t HOBBIT_SELECTED_LARGE = 4;
+constexpr bool hobbit_is_large(int64_t n_rows, int64_t rows_max, int64_t n_used, int64_t n_expert) {
+    return n_rows > rows_max || n_rows * n_used >= HOBBIT_SELECTED_LARGE * n_expert;
+}
+
 class hobbit_pool {
   public:
     hobbit_pool(int n_layer, int n_expert, int n_slots, const hobbit_policy_params & params);
@@ -89,6 +95,9 @@ class hobbit_pool {
     // the policy's score for the expert in a slot, seen from a layer; with several sequences the highest counts. Eq. 3 is in its
     // own units, [0, 1]. Not for RANDOM
     double priority(int slot, int layer, const hobbit_records * const * records, int n_records) const;
+
+    // free slots for one layer, so that the layers from it to the last get the same share
+    int n_free_share(int layer) const { return (n_slots() - n_used() + n_layer - layer - 1) / (n_layer - layer); }
 
     int     n_slots()        const { return (int) slots.size(); }
     int     n_used()         const { return (int) slots.size() - (int) free_slots.size(); }

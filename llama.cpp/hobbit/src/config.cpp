@@ -22,6 +22,9 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
     HOBBIT_OPTION("precision", "PRECISION", "RULE",
         "which precision a selected expert gets: hobbit (cumulative gate weight against T1 and T2), high (exact), low,\n"
         "or article (each weight on its own, for comparison) (default: hobbit with --hobbit-low, else high)"),
+    HOBBIT_OPTION("prefill-precision", "PREFILL_PRECISION", "RULE",
+        "which precision an expert gets in a batch of many tokens: highest (that any of them asks for), mass (by its share of the\n"
+        "batch's gate weight, against T1), or low; only where two precisions are in use (default: highest)"),
     HOBBIT_OPTION("t1", "T1", "F",
         "gate weight ranked before an expert up to which it is used in high precision (default: 0.6)"),
     HOBBIT_OPTION("t2", "T2", "F",
@@ -45,10 +48,13 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "read experts that the next N layers are likely to choose while this one computes: 0 to 8, off, or auto, which looks up\n"
         "to 2 layers ahead for as long as it pays (default: auto)"),
     HOBBIT_OPTION("io", "IO", "MODE",
-        "how experts are read: direct (past the page cache), buffered (through it), or auto: direct unless memory has room for\n"
-        "all experts beside the cache (default: auto)"),
+        "how experts are read: direct (past the page cache), uring (the same through io_uring, if the kernel has it), buffered\n"
+        "(through the page cache), or auto: direct unless memory has room for all experts beside the cache (default: auto)"),
     HOBBIT_OPTION("io-threads", "IO_THREADS", "N",
         "threads that read experts, 1 to 64 (default: 4)"),
+    HOBBIT_OPTION("repack", "REPACK", "MODE",
+        "bring experts into the CPU's interleaved layout as they arrive, where their type has one: on, off, or auto: unless\n"
+        "--no-repack (default: auto)"),
     HOBBIT_OPTION("check", "CHECK", nullptr,
         "look for invalid numbers in every expert that is read (default: off)"),
     HOBBIT_OPTION("stats", "STATS", "FILE",
@@ -174,12 +180,15 @@ static bool parse_weights(const char * text, hobbit_policy_params & p) {
 }
 
 static const char * rule_names  [] = { "high", "low", "hobbit", "article" }; // in the order of hobbit_rule
-static const char * io_names    [] = { "auto", "direct", "buffered" };       // in the order of hobbit_io
+static const char * io_names    [] = { "auto", "direct", "buffered", "uring" }; // in the order of hobbit_io
+static const char * repack_names[] = { "auto", "on", "off" };                 // in the order of hobbit_repack
+static const char * prefill_names[] = { "highest", "mass", "low" };           // in the order of hobbit_prefill
 // in the order of hobbit_policy
 static const char * policy_names[] = { "hobbit", "lru", "lfu", "lfu-model", "lhu", "fld", "lcu", "lfru", "gate-mass", "random" };
 
 const char * hobbit_rule_name  (hobbit_rule rule)     { return rule_names[rule]; }
 const char * hobbit_policy_name(hobbit_policy policy) { return policy_names[policy]; }
+const char * hobbit_prefill_name(hobbit_prefill prefill) { return prefill_names[prefill]; }
 
 template <typename T, size_t N>
 static bool parse_name(const char * text, const char * const (&names)[N], T & out) {
@@ -216,6 +225,9 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
         ok   = parse_name(value, rule_names, c->thresholds.rule);
         want = "hobbit, high, low or article";
         c->rule_set = ok;
+    } else if (is("prefill-precision")) {
+        ok   = parse_name(value, prefill_names, c->prefill);
+        want = "highest, mass or low";
     } else if (is("t1") || is("t2")) {
         ok   = parse_float(value, 0.0f, 1.0f, is("t1") ? c->thresholds.t1 : c->thresholds.t2);
         want = "a number from 0 to 1";
@@ -243,7 +255,10 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
         c->prefetch_depth = c->prefetch_adaptive ? 2 : (int) n;
     } else if (is("io")) {
         ok   = parse_name(value, io_names, c->io);
-        want = "auto, direct or buffered";
+        want = "auto, direct, buffered or uring";
+    } else if (is("repack")) {
+        ok   = parse_name(value, repack_names, c->repack);
+        want = "auto, on or off";
     } else if (is("io-threads")) {
         float n = 0.0f;
         ok   = parse_float(value, 1.0f, 64.0f, n) && n == std::floor(n);

@@ -15,6 +15,13 @@ enum hobbit_io : int8_t {
     HOBBIT_IO_AUTO,     // direct, unless memory has room for all experts in the page cache beside the expert cache
     HOBBIT_IO_DIRECT,   // past the page cache
     HOBBIT_IO_BUFFERED, // through it
+    HOBBIT_IO_URING,    // past it, through io_uring if the kernel has it
+};
+
+enum hobbit_repack : int8_t {
+    HOBBIT_REPACK_AUTO, // as the model's other weights: unless --no-repack
+    HOBBIT_REPACK_ON,
+    HOBBIT_REPACK_OFF,
 };
 
 struct hobbit_config {
@@ -24,6 +31,7 @@ struct hobbit_config {
 
     bool              rule_set   = false; // else: hobbit with a low file, high without
     hobbit_thresholds thresholds = { HOBBIT_RULE_HIGH, 0.6f, 0.9f };
+    hobbit_prefill    prefill       = HOBBIT_PREFILL_HIGHEST;
     bool              renormalise   = false;
     bool              deterministic = false;
     bool              thresholds_set = false; // T1 or T2 was given
@@ -37,6 +45,7 @@ struct hobbit_config {
 
     hobbit_io   io         = HOBBIT_IO_AUTO;
     int         io_threads = 4;
+    hobbit_repack repack   = HOBBIT_REPACK_AUTO;
     bool        check      = false;
     std::string stats_path;   // "": none
     std::string profile_path; // "": none
@@ -49,6 +58,7 @@ bool hobbit_config_get(int32_t handle, hobbit_config & config);
 
 const char * hobbit_rule_name  (hobbit_rule rule);
 const char * hobbit_policy_name(hobbit_policy policy);
+const char * hobbit_prefill_name(hobbit_prefill prefill);
 
 // copies msg into the C API's err buffer; returns false, so that a caller can return it
 bool hobbit_fail(char * err, size_t err_size, const std::string & msg);

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <fstream>
 #include <set>
+#include <thread>
 
 #include <unistd.h>
 
@@ -115,6 +116,10 @@ bool hobbit_is_managed(const ggml_tensor * tensor) {
     return tensor && ggml_cpu_experts_of(tensor) != nullptr;
 }
 
+void hobbit_model_set_repack(hobbit_model * model, void * repack) {
+    model->repack = (hobbit_loader::repack_fn) repack;
+}
+
 size_t hobbit_model_bytes(const hobbit_model * model) {
     return model->bytes();
 }
@@ -142,6 +147,12 @@ static std::string describe(const hobbit_model & model) {
         std::string type;
         for (const std::string & t : types[p]) {
             type += (type.empty() ? "" : "+") + t;
+        }
+        for (const auto & weight : model.store.weights) {
+            if (weight->source[p].repacked) {
+                type += " repacked";
+                break;
+            }
         }
         return hobbit_format("  %-10s %s, %s: %d slots of %.2f MiB; all experts take %.1f MiB\n", name, file.c_str(), type.c_str(),
                 model.pools[p].pool->n_slots(), mib(model.slot_bytes(p)), mib(total[p]));
@@ -172,7 +183,7 @@ static std::string describe(const hobbit_model & model) {
         text += hobbit_format(" (recency %.2f, frequency %.2f, high-precision frequency %.2f, layer distance %.2f)",
                 config.policy.w_lru, config.policy.w_lfu, config.policy.w_lhu, config.policy.w_fld);
     }
-    text += hobbit_format("\n  %-10s %d threads, reads %s\n", "loader", config.io_threads, model.io.c_str());
+    text += hobbit_format("\n  %-10s %d %s, reads %s\n", "loader", config.io_threads, model.loader->is_uring() ? "reads under way by io_uring" : "threads", model.io.c_str());
     if (!model.warm.empty()) {
         text += hobbit_format("  %-10s %s\n", "warm start", model.warm.c_str());
     }
@@ -200,7 +211,7 @@ static void choose_io(hobbit_model & model, const bool * in_use) {
     const hobbit_memory mem  = hobbit_memory_now();
     const uint64_t      free = mem.limit - std::min(mem.limit, mem.used + hobbit_memory_margin(mem.limit));
     const bool fits   = !config.cache_auto && config.cache_bytes + all <= free;
-    const bool direct = config.io == HOBBIT_IO_DIRECT || (config.io == HOBBIT_IO_AUTO && !fits);
+    const bool direct = config.io == HOBBIT_IO_DIRECT || config.io == HOBBIT_IO_URING || (config.io == HOBBIT_IO_AUTO && !fits);
 
     model.io = direct ? "direct" : "buffered";
     for (const auto & file : model.store.files) {
@@ -257,7 +268,7 @@ static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & 
         model.sizing = hobbit_format("of %.1f MiB allowed", mib(config.cache_bytes));
     }
     // what the experts can fill at most, with slack for the ring, must fit beside what is in memory already
-    uint64_t most = params.router_bytes + 8 * params.ring_bytes;
+    uint64_t most = params.router_bytes + HOBBIT_RING_MOST * params.ring_bytes;
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
         most += params.slot_bytes[p] * params.n_experts;
     }
@@ -350,6 +361,9 @@ static std::string profile_text(const hobbit_model & model) {
     return text;
 }
 
+static constexpr int    WARM_TRIAL_TOKENS = 32;
+static constexpr double WARM_GAIN_LEAST   = 1.2; // times the hits by chance
+
 // starts the reads of what the profile names, as far as there are slots; says in model.warm what came of it
 static void load_profile(hobbit_model & model) {
     const std::string & path = model.config.profile_path;
@@ -377,6 +391,39 @@ static void load_profile(hobbit_model & model) {
         n += model.uses(p) && hobbit_warm(model, layer, p, expert) ? 1 : 0;
     }
     model.warm = hobbit_format("%d experts from %s, in the background", n, path.c_str());
+    model.warm_trial.n_tokens_left = n > 0 ? WARM_TRIAL_TOKENS : 0;
+}
+
+// after the first tokens: is the warm set hit more often than as many experts picked at random would be?
+static void judge_warm(hobbit_model & model, int n_tokens) {
+    hobbit_warm_trial & trial = model.warm_trial;
+    if (trial.n_tokens_left <= 0 || (trial.n_tokens_left -= n_tokens) > 0 || trial.lookups == 0) {
+        return;
+    }
+    size_t n_experts = 0;
+    for (const hobbit_layer & layer : model.store.layers) {
+        n_experts += layer.n_expert;
+    }
+    // the share of lookups of which any expert of the warm set would be chosen by chance, as the set was at each of them
+    const double hits   = (double) trial.hits / trial.lookups;
+    const double chance = trial.resident / trial.lookups / n_experts;
+    const bool   helps  = hits > WARM_GAIN_LEAST * chance || chance > 0.9;
+    model.warm += hobbit_format("; %s after the first tokens: it was hit by %.0f %% of the lookups, by chance it would be by %.0f %%",
+            helps ? "kept" : "dropped", 100.0 * hits, 100.0 * chance);
+    if (!helps) {
+        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+            for (int slot = 0; model.uses(p) && slot < (int) model.pools[p].warm.size(); ++slot) {
+                if (model.pools[p].warm[slot] && model.pools[p].pool->pins(slot) == 0) {
+                    const int64_t key = model.pools[p].pool->key_at(slot);
+                    model.trace_event(HOBBIT_TRACE_DROP, 0, (int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()), p);
+                    model.pools[p].pool->drop(slot);
+                }
+            }
+        }
+    }
+    for (hobbit_pool_memory & mem : model.pools) {
+        mem.warm.clear();
+    }
 }
 
 //
@@ -405,6 +452,7 @@ static std::string trace_head(const hobbit_model & model) {
     text += hobbit_format("policy %s\nweights %.9g %.9g %.9g %.9g\nlow_cost %.9g\nseed %u\nlow_share %.9g\n", hobbit_policy_name(policy.policy),
             policy.w_lru, policy.w_lfu, policy.w_lhu, policy.w_fld, policy.low_cost, policy.seed, config.low_share);
     text += hobbit_format("prefetch %d\nadaptive %d\n", model.routers ? config.prefetch_depth : 0, config.prefetch_adaptive);
+    text += hobbit_format("prefill_precision %s\n", hobbit_prefill_name(config.prefill));
     return text + hobbit_format("rows_evict_max %lld\nrows_predict_max %lld\n\n", (long long) HOBBIT_ROWS_EVICT_MAX, (long long) HOBBIT_ROWS_PREDICT_MAX);
 }
 
@@ -453,6 +501,10 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
         return true;
     }
 
+    if (config.repack == HOBBIT_REPACK_ON && !model.repack) {
+        err = "--hobbit-repack on does not go with --no-repack, or this CPU backend cannot do it";
+        return false;
+    }
     const bool in_use[HOBBIT_N_PRECISIONS] = { !low_path.empty() && rule != HOBBIT_RULE_HIGH, rule != HOBBIT_RULE_LOW };
     model.n_expert_used = n_expert_used;
     if (!config.profile_path.empty() && !read_quality(model, in_use, err)) {
@@ -490,8 +542,21 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
         if (in_use[HOBBIT_LOW]) {
             managed->experts.types[HOBBIT_LOW] = low.type;
         }
+        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+            hobbit_source &   src = managed->weight->source[p];
+            if (in_use[p] && model.repack && config.repack != HOBBIT_REPACK_OFF) {
+                const ggml_tensor t = managed->weight->expert_tensor(p);
+                src.repacked = model.repack(&t, nullptr, nullptr);
+            }
+            managed->experts.repacked[p] = src.repacked;
+        }
     }
-    model.loader = std::make_unique<hobbit_loader>(config.io_threads, config.check);
+    model.loader = std::make_unique<hobbit_loader>(config.io_threads, config.check, config.io == HOBBIT_IO_URING);
+    if (config.io == HOBBIT_IO_URING && !model.loader->is_uring()) {
+        model.io += "; this kernel has no io_uring";
+    }
+    model.loader->set_repack(model.repack);
+    model.stream.init(model.loader.get(), &model.ring, model.n_ring);
 
     if (!config.trace_path.empty() && !open_trace(model, config.trace_path, err)) {
         return false;
@@ -522,6 +587,7 @@ static void refresh_labels(hobbit_context & ctx) {
     labels.rule        = hobbit_rule_name(model.config.thresholds.rule);
     labels.policy      = hobbit_policy_name(model.config.policy.policy);
     labels.cache_bytes = model.bytes();
+    labels.warm        = model.warm;
     labels.prefetch    = hobbit_format("depth %d, %s", model.governor.depth(),
             model.no_prediction.empty() ? model.governor.reason().c_str() : model.no_prediction.c_str());
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
@@ -591,7 +657,7 @@ static void report(const hobbit_context & ctx, const hobbit_stats & stats, const
     }
 }
 
-// may run in a signal handler, which may have interrupted the holder of any of these locks: what is busy is left out
+// runs when the program ends, while its threads may hold any of these locks for good: what is busy is left out
 void hobbit_report_all(void) {
     if (!contexts_mutex.try_lock()) {
         return;
@@ -611,13 +677,27 @@ void hobbit_report_all(void) {
     contexts_mutex.unlock();
 }
 
-static void report_and_die(int signal_number) {
-    // formatting is not safe in a handler: if it hangs, this ends the program all the same
-    signal(SIGALRM, SIG_DFL);
-    alarm(2);
+// A signal handler may neither format nor lock, so that it only passes the number on to a thread that may, and ends the process then
+static int signal_pipe[2] = { -1, -1 };
+
+static void pass_signal_on(int signal_number) {
+    const char number = (char) signal_number;
+    if (write(signal_pipe[1], &number, 1) != 1) {
+        signal(signal_number, SIG_DFL);
+        raise(signal_number);
+    }
+}
+
+static void wait_for_signal() {
+    char number;
+    while (read(signal_pipe[0], &number, 1) != 1) {
+        if (errno != EINTR) {
+            return;
+        }
+    }
     hobbit_report_all();
-    signal(signal_number, SIG_DFL);
-    raise(signal_number);
+    signal(number, SIG_DFL);
+    kill(getpid(), number);
 }
 
 // a program that ends by exit() or by a signal it does not handle itself still gets its table
@@ -625,10 +705,14 @@ static void report_at_end() {
     static std::once_flag once;
     std::call_once(once, [] {
         atexit(hobbit_report_all);
+        if (pipe(signal_pipe) != 0) {
+            return;
+        }
+        std::thread(wait_for_signal).detach();
         for (int signal_number : { SIGINT, SIGTERM }) {
             struct sigaction old;
             if (sigaction(signal_number, nullptr, &old) == 0 && old.sa_handler == SIG_DFL) {
-                signal(signal_number, report_and_die);
+                signal(signal_number, pass_signal_on);
             }
         }
     });
@@ -695,97 +779,11 @@ void hobbit_sequence_begin(hobbit_context * ctx, int32_t seq_id) {
     ctx->sequence_stats[seq_id] = {};
 }
 
-void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
-    ctx->model->step_mutex.lock();
-    if (ctx->stats_were_reset.exchange(false, std::memory_order_relaxed)) {
-        ctx->model->trace_event(HOBBIT_TRACE_STATS_RESET, ctx->trace_id);
-    }
-
-    ctx->token_seq.assign(ubatch->seq_id, ubatch->seq_id + ubatch->n_tokens);
-    ctx->output_seq.clear();
-    ctx->step_records.clear();
-    ctx->step_seqs.clear();
-    for (int32_t i = 0; i < ubatch->n_tokens; ++i) {
-        auto [it, is_new] = ctx->records.try_emplace(ubatch->seq_id[i]);
-        hobbit_records & records = it->second;
-        if (is_new || (ubatch->pos && ubatch->pos[i] == 0)) {
-            reset_records(*ctx, records, ubatch->seq_id[i]);
-        }
-        if (std::find(ctx->step_records.begin(), ctx->step_records.end(), &records) == ctx->step_records.end()) {
-            ctx->step_records.push_back(&records);
-            records.begin_pass();
-            ctx->step_seqs.push_back(ubatch->seq_id[i]);
-        }
-        records.n_tokens++;
-        if (!ubatch->output || ubatch->output[i]) {
-            ctx->output_seq.push_back(ubatch->seq_id[i]);
-        }
-    }
-    ctx->decode     = (size_t) ubatch->n_tokens <= ctx->step_records.size();
-    ctx->model->totals.begin_pass();
-    ctx->model->totals.n_tokens += ubatch->n_tokens;
-    if (ctx->model->config.policy.policy == HOBBIT_POLICY_LFU_MODEL) {
-        ctx->step_records = { &ctx->model->totals };
-    }
-    if (ctx->model->trace) {
-        // n_tokens, n_outputs, then the sequence of each token and of each row that the last layer sees
-        std::vector<int32_t> payload = { ubatch->n_tokens, (int32_t) ctx->output_seq.size() };
-        payload.insert(payload.end(), ctx->token_seq.begin(),  ctx->token_seq.end());
-        payload.insert(payload.end(), ctx->output_seq.begin(), ctx->output_seq.end());
-        ctx->model->trace->event(HOBBIT_TRACE_STEP, ctx->trace_id, 0, 0, 0, 0, payload.data(), payload.size() * sizeof(int32_t));
-    }
-    ctx->t_begin_us = ggml_time_us();
-    ctx->demand_seconds = ctx->model->loader->demand_seconds();
-    ctx->model->loader->take_error(); // of a prefetch that nobody needed
-    ctx->n_prefetch_used = ctx->n_prefetch_wasted = 0;
-    ctx->failed.store(false, std::memory_order_relaxed);
-}
-
-bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
-    hobbit_model & model = *ctx->model;
-    const uint64_t us    = ggml_time_us() - ctx->t_begin_us;
-    const bool     ok    = !ctx->failed.load(std::memory_order_relaxed);
-
-    model.trace_event(HOBBIT_TRACE_END, ctx->trace_id, 0, 0, ok);
-    if (!ok) {
-        // what failed to load must not be found by the next step
-        model.loader->drain();
-        for (const auto & [precision, slot] : ctx->pinned) {
-            for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
-                if (model.pools[precision].piece(slot, role).load() == HOBBIT_PIECE_FAILED) {
-                    const int64_t key = model.pools[precision].pool->key_at(slot);
-                    model.trace_event(HOBBIT_TRACE_FAIL, ctx->trace_id, (int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()), precision);
-                    model.pools[precision].pool->drop(slot);
-                    break;
-                }
-            }
-        }
-        const auto dropped = [&](const std::pair<int, int> & pin) { return model.pools[pin.first].pool->key_at(pin.second) < 0; };
-        ctx->pinned.erase(std::remove_if(ctx->pinned.begin(), ctx->pinned.end(), dropped), ctx->pinned.end());
-        hobbit_fail(err, err_size, model.loader->take_error());
-    }
-    hobbit_unpin_all(*ctx);
-    hobbit_settle_predicted(*ctx, model.store.n_layer(), nullptr);
-    if (ctx->decode && us > 0) {
-        const double demand_us = 1e6 * (model.loader->demand_seconds() - ctx->demand_seconds);
-        model.governor.step(ctx->n_prefetch_used, ctx->n_prefetch_wasted, (float) (demand_us / us));
-    }
-
-    {
-        std::lock_guard<std::mutex> lock(ctx->stats_mutex);
-        hobbit_flush_stall(*ctx);
-        ctx->stats.steps++;
-        ctx->stats.failed_steps += ok ? 0 : 1;
-        (ctx->decode ? ctx->stats.decode_tokens : ctx->stats.prompt_tokens) += ctx->token_seq.size();
-        (ctx->decode ? ctx->stats.decode_us     : ctx->stats.prompt_us)     += us;
-    }
-    refresh_labels(*ctx);
-    model.step_mutex.unlock();
-    return ok;
-}
-
 // between steps: what is resident stays as far as it fits, what was used last first
 static bool resize(hobbit_model & model, const hobbit_config & config, std::string & err) {
+    for (hobbit_pool_memory & mem : model.pools) {
+        mem.warm.clear(); // slots move
+    }
     const hobbit_config before        = model.config;
     const std::string   sizing_before = model.sizing;
     model.config.cache_auto  = config.cache_auto;
@@ -842,12 +840,158 @@ static bool resize(hobbit_model & model, const hobbit_config & config, std::stri
         mem.state.swap(state);
     }
     model.n_ring = plan.n_ring;
+    model.loader->set_repack(model.repack);
+    model.stream.init(model.loader.get(), &model.ring, model.n_ring);
     for (int i = 0; i < 3; ++i) {
         if (after_n[i] < before_n[i] && !banks[i]->resize(after_n[i], err)) {
             return false; // the memory stays larger than it need be; nothing else is wrong
         }
     }
     return true;
+}
+
+void hobbit_context_reserved(hobbit_context * ctx, size_t bytes, int32_t n_tokens) {
+    std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
+    ctx->compute_bytes     = bytes;
+    ctx->n_tokens_reserved = n_tokens;
+}
+
+// A batch larger than any before touches compute memory that was only reserved so far. A cache of automatic size gives way to it:
+// a process that outgrows its cgroup is killed
+static void make_room(hobbit_context & ctx, int32_t n_tokens) {
+    hobbit_model & model = *ctx.model;
+    const int32_t  more  = n_tokens - ctx.n_tokens_seen;
+    if (more <= 0) {
+        return;
+    }
+    ctx.n_tokens_seen = n_tokens;
+    if (!model.config.cache_auto || ctx.n_tokens_reserved == 0) {
+        return;
+    }
+    // beside the graph's buffers MUL_MAT_ID converts its input, to 2 bytes a value at most
+    uint64_t convert = 0;
+    for (const auto & weight : model.store.weights) {
+        convert = std::max<uint64_t>(convert, 2 * weight->ne[0] * (weight->role == HOBBIT_ROLE_DOWN ? model.n_expert_used : 1));
+    }
+    const uint64_t need = more * (ctx.compute_bytes / ctx.n_tokens_reserved + convert);
+
+    const hobbit_memory mem  = hobbit_memory_now();
+    const uint64_t      keep = hobbit_memory_margin(mem.limit) / 2;
+    const uint64_t      soon = mem.used + model.bytes() - std::min(model.bytes(), model.bytes_in_use()) + need + keep;
+    if (soon <= mem.limit) {
+        return;
+    }
+    const std::string sizing = model.sizing;
+    hobbit_config config = model.config;
+    config.cache_auto  = false;
+    config.cache_bytes = model.bytes() - std::min<uint64_t>(model.bytes(), soon - mem.limit);
+
+    std::string err;
+    const bool  ok = resize(model, config, err);
+    model.config.cache_auto = true;
+    model.sizing = ok ? hobbit_format("%s, %.0f MiB given up for %d tokens at once", sizing.c_str(), mib(soon - mem.limit), n_tokens) : sizing;
+    log_text(model.config, ok ? 0 : 1, ok ?
+        hobbit_format("hobbit: the cache goes down to %.1f MiB: computing %d tokens at once takes %.0f MiB\n", mib(model.bytes()), n_tokens, mib(need)) :
+        hobbit_format("hobbit: computing %d tokens at once takes %.0f MiB, for which the cache cannot make room (%s); a smaller --ubatch-size takes less\n",
+            n_tokens, mib(need), err.c_str()));
+}
+
+void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
+    ctx->model->step_mutex.lock();
+    make_room(*ctx, ubatch->n_tokens);
+    if (ctx->stats_were_reset.exchange(false, std::memory_order_relaxed)) {
+        ctx->model->trace_event(HOBBIT_TRACE_STATS_RESET, ctx->trace_id);
+    }
+
+    ctx->token_seq.assign(ubatch->seq_id, ubatch->seq_id + ubatch->n_tokens);
+    ctx->output_seq.clear();
+    ctx->step_records.clear();
+    ctx->step_seqs.clear();
+    for (int32_t i = 0; i < ubatch->n_tokens; ++i) {
+        auto [it, is_new] = ctx->records.try_emplace(ubatch->seq_id[i]);
+        hobbit_records & records = it->second;
+        if (is_new || (ubatch->pos && ubatch->pos[i] == 0)) {
+            reset_records(*ctx, records, ubatch->seq_id[i]);
+        }
+        if (std::find(ctx->step_records.begin(), ctx->step_records.end(), &records) == ctx->step_records.end()) {
+            ctx->step_records.push_back(&records);
+            records.begin_pass();
+            ctx->step_seqs.push_back(ubatch->seq_id[i]);
+        }
+        records.n_tokens++;
+        if (!ubatch->output || ubatch->output[i]) {
+            ctx->output_seq.push_back(ubatch->seq_id[i]);
+        }
+    }
+    ctx->decode     = (size_t) ubatch->n_tokens <= ctx->step_records.size();
+    ctx->model->totals.begin_pass();
+    ctx->model->totals.n_tokens += ubatch->n_tokens;
+    if (ctx->model->config.policy.policy == HOBBIT_POLICY_LFU_MODEL) {
+        ctx->step_records = { &ctx->model->totals };
+    }
+    if (ctx->model->trace) {
+        // n_tokens, n_outputs, then the sequence of each token and of each row that the last layer sees
+        std::vector<int32_t> payload = { ubatch->n_tokens, (int32_t) ctx->output_seq.size() };
+        payload.insert(payload.end(), ctx->token_seq.begin(),  ctx->token_seq.end());
+        payload.insert(payload.end(), ctx->output_seq.begin(), ctx->output_seq.end());
+        ctx->model->trace->event(HOBBIT_TRACE_STEP, ctx->trace_id, 0, 0, 0, 0, payload.data(), payload.size() * sizeof(int32_t));
+    }
+    ctx->t_begin_us = ggml_time_us();
+    ctx->demand_seconds = ctx->model->loader->demand_seconds();
+    ctx->busy_seconds   = ctx->model->loader->busy_seconds();
+    ctx->model->loader->take_error(); // of a prefetch that nobody needed
+    ctx->n_prefetch_used = ctx->n_prefetch_wasted = 0;
+    ctx->read_bytes = ctx->wasted_bytes = ctx->step_stall_us = 0;
+    ctx->failed.store(false, std::memory_order_relaxed);
+    hobbit_expect_first(*ctx, ubatch->n_tokens);
+}
+
+bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
+    hobbit_model & model = *ctx->model;
+    const uint64_t us    = ggml_time_us() - ctx->t_begin_us;
+    const bool     ok    = !ctx->failed.load(std::memory_order_relaxed);
+
+    model.trace_event(HOBBIT_TRACE_END, ctx->trace_id, 0, 0, ok);
+    model.stream.reset(); // empty, unless the step was stopped half-way
+    if (!ok) {
+        // what failed to load must not be found by the next step
+        model.loader->drain();
+        for (const auto & [precision, slot] : ctx->pinned) {
+            for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+                if (model.pools[precision].piece(slot, role).load() == HOBBIT_PIECE_FAILED) {
+                    const int64_t key = model.pools[precision].pool->key_at(slot);
+                    model.trace_event(HOBBIT_TRACE_FAIL, ctx->trace_id, (int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()), precision);
+                    model.pools[precision].pool->drop(slot);
+                    break;
+                }
+            }
+        }
+        const auto dropped = [&](const std::pair<int, int> & pin) { return model.pools[pin.first].pool->key_at(pin.second) < 0; };
+        ctx->pinned.erase(std::remove_if(ctx->pinned.begin(), ctx->pinned.end(), dropped), ctx->pinned.end());
+        hobbit_fail(err, err_size, model.loader->take_error());
+    }
+    hobbit_unpin_all(*ctx);
+    hobbit_settle_predicted(*ctx, model.store.n_layer(), nullptr);
+    judge_warm(model, (int) ctx->token_seq.size());
+    if (ctx->decode && us > 0) {
+        const double   demand_us = 1e6 * (model.loader->demand_seconds() - ctx->demand_seconds);
+        const uint64_t stall_us  = std::min<uint64_t>(us, ctx->step_stall_us + ctx->stall_us.load(std::memory_order_relaxed));
+        model.governor.step({ ctx->n_prefetch_used, ctx->n_prefetch_wasted, (float) (demand_us / us), 1.0f - (float) stall_us / us,
+                ctx->read_bytes > 0 ? (float) ctx->wasted_bytes / ctx->read_bytes : 0.0f });
+    }
+
+    {
+        std::lock_guard<std::mutex> lock(ctx->stats_mutex);
+        hobbit_flush_stall(*ctx);
+        ctx->stats.steps++;
+        ctx->stats.failed_steps += ok ? 0 : 1;
+        (ctx->decode ? ctx->stats.decode_tokens : ctx->stats.prompt_tokens) += ctx->token_seq.size();
+        (ctx->decode ? ctx->stats.decode_us     : ctx->stats.prompt_us)     += us;
+        (ctx->decode ? ctx->stats.decode_disk_us : ctx->stats.prompt_disk_us) += (uint64_t) (1e6 * (model.loader->busy_seconds() - ctx->busy_seconds));
+    }
+    refresh_labels(*ctx);
+    model.step_mutex.unlock();
+    return ok;
 }
 
 bool hobbit_resize(hobbit_context * ctx, const char * cache, char * err, size_t err_size) {
@@ -897,19 +1041,6 @@ size_t hobbit_stats_json(hobbit_context * ctx, char * buf, size_t buf_size) {
     return copy_text(hobbit_stats_to_json(stats, labels), buf, buf_size);
 }
 
-// a JSON string with what must be escaped escaped
-static std::string quoted(const std::string & text) {
-    std::string out = "\"";
-    for (unsigned char c : text) {
-        if (c == '"' || c == '\\' || c < 0x20) {
-            out += hobbit_format("\\u%04x", c);
-        } else {
-            out += (char) c;
-        }
-    }
-    return out + "\"";
-}
-
 size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) {
     const hobbit_model &  model  = *ctx->model;
     const hobbit_config & config = model.config;
@@ -917,19 +1048,19 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
 
     std::string text = "{";
     text += hobbit_format("\"arch\": %s, \"n_layer\": %d, \"n_expert\": %d, \"n_expert_used\": %d, ",
-            quoted(model.store.arch).c_str(), model.store.n_layer(), model.store.n_expert(), model.n_expert_used);
+            hobbit_quoted(model.store.arch).c_str(), model.store.n_layer(), model.store.n_expert(), model.n_expert_used);
     text += hobbit_format("\"precision\": \"%s\", \"t1\": %g, \"t2\": %g, \"renormalise\": %s, \"deterministic\": %s, \"policy\": \"%s\", ",
             hobbit_rule_name(config.thresholds.rule), config.thresholds.t1, config.thresholds.t2, config.renormalise ? "true" : "false",
             config.deterministic ? "true" : "false", hobbit_policy_name(config.policy.policy));
     text += hobbit_format("\"cache_bytes\": %zu, \"sizing\": %s, \"ring_places\": %d, \"ring_place_bytes\": %zu, \"io_threads\": %d, \"io\": %s, ",
-            model.bytes(), quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads, quoted(model.io).c_str());
-    text += hobbit_format("\"prefetch\": %s, \"pools\": [", quoted(ctx->labels.prefetch).c_str());
+            model.bytes(), hobbit_quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads, hobbit_quoted(model.io).c_str());
+    text += hobbit_format("\"prefetch\": %s, \"pools\": [", hobbit_quoted(ctx->labels.prefetch).c_str());
     const char * sep = "";
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
         if (model.uses(p)) {
             const hobbit_source & src = model.store.weights[0]->source[p];
             text += hobbit_format("%s{\"precision\": \"%s\", \"file\": %s, \"type\": \"%s\", \"slots\": %d, \"slot_bytes\": %zu}", sep,
-                    p == HOBBIT_HIGH ? "high" : "low", quoted(src.file->path).c_str(), ggml_type_name(src.type), model.pools[p].pool->n_slots(), model.slot_bytes(p));
+                    p == HOBBIT_HIGH ? "high" : "low", hobbit_quoted(src.file->path).c_str(), ggml_type_name(src.type), model.pools[p].pool->n_slots(), model.slot_bytes(p));
             sep = ", ";
         }
     }

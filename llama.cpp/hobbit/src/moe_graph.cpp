@@ -3,8 +3,16 @@
 #include "hobbit.h"
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstring>
+#include <numeric>
+
+// rows of a large batch that the next layer's router is asked about
+static constexpr int64_t N_ROWS_SAMPLE = 32;
+
+// a layer of which a large batch chose this share is followed by one of which all experts are expected
+static constexpr float SHARE_ALL = 0.9f;
 
 // the order in which a layer's operations want the weights
 static constexpr hobbit_role ROLES_AS_USED[] = { HOBBIT_ROLE_GATE_UP, HOBBIT_ROLE_GATE, HOBBIT_ROLE_UP, HOBBIT_ROLE_DOWN };
@@ -79,22 +87,32 @@ void hobbit_unpin_all(hobbit_context & ctx) {
 }
 
 void hobbit_flush_stall(hobbit_context & ctx) {
-    ctx.stats.layers[ctx.stall_layer].stall_us += ctx.stall_us.exchange(0, std::memory_order_relaxed);
+    const uint64_t us = ctx.stall_us.exchange(0, std::memory_order_relaxed);
+    ctx.stats.layers[ctx.stall_layer].stall_us += us;
+    (ctx.decode ? ctx.stats.decode_stall_us : ctx.stats.prompt_stall_us) += us;
+    ctx.step_stall_us += us;
+}
+
+// a slot has a new owner; who had it before may still be read into it: a prefetch, a warm start, a step that was aborted
+static void clear_slot(hobbit_model & model, int precision, int slot) {
+    for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
+        std::atomic<uint8_t> & state = model.pools[precision].piece(slot, role);
+        if (state.load(std::memory_order_acquire) == HOBBIT_PIECE_LOADING) {
+            model.loader->cancel(state);
+            model.loader->await_idle(state);
+        }
+        state.store(HOBBIT_PIECE_ABSENT, std::memory_order_relaxed);
+    }
+    if (!model.pools[precision].warm.empty()) {
+        model.pools[precision].warm[slot] = false;
+    }
 }
 
 // starts the reads of whole experts into their slots, what is used first first
 static void load_experts(hobbit_model & model, int layer_index, const std::vector<hobbit_step_expert> & experts, hobbit_urgency urgency) {
     const hobbit_layer & layer = model.store.layers[layer_index];
     for (const hobbit_step_expert & e : experts) {
-        for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
-            // who had this slot before may still be read into it: a prefetch, a warm start, a step that was aborted
-            std::atomic<uint8_t> & state = model.pools[e.precision].piece(e.slot, role);
-            if (state.load(std::memory_order_acquire) == HOBBIT_PIECE_LOADING) {
-                model.loader->cancel(state);
-                model.loader->await_idle(state);
-            }
-            state.store(HOBBIT_PIECE_ABSENT, std::memory_order_relaxed);
-        }
+        clear_slot(model, e.precision, e.slot);
     }
     for (hobbit_role role : ROLES_AS_USED) {
         for (const hobbit_step_expert & e : experts) {
@@ -124,6 +142,8 @@ bool hobbit_warm(hobbit_model & model, int layer, int precision, int expert) {
     pool.unpin(slot);
     model.trace_event(HOBBIT_TRACE_WARM, 0, layer, expert, precision, hobbit_expert_bytes(model.store.layers[layer], precision));
     load_experts(model, layer, { { expert, (int8_t) precision, slot } }, HOBBIT_PREFETCH);
+    model.pools[precision].warm.resize(pool.n_slots(), false);
+    model.pools[precision].warm[slot] = true;
     return true;
 }
 
@@ -189,6 +209,9 @@ void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_preci
             ctx.sequence_stats[ctx.step_seqs[p.seq]].count.prefetch_bytes += bytes;
             (used ? count.prefetch_used : count.prefetch_wasted) += 1;
             (used ? ctx.n_prefetch_used : ctx.n_prefetch_wasted) += 1;
+            ctx.read_bytes   += bytes;
+            ctx.wasted_bytes += used ? 0 : bytes;
+            model.governor.settled(p.layer, used);
         }
     }
     ctx.predicted.swap(later);
@@ -222,6 +245,10 @@ struct route_choice {
 struct whereabouts {
     int8_t in[HOBBIT_N_PRECISIONS]; // HOBBIT_TRACE_ABSENT, LOADING, READY
 };
+
+static bool is_large(const hobbit_model & model, int layer, int64_t n_rows) {
+    return hobbit_is_large(n_rows, HOBBIT_ROWS_EVICT_MAX, model.n_expert_used, model.store.layers[layer].n_expert);
+}
 
 static whereabouts find_copies(hobbit_model & model, int layer, int expert) {
     whereabouts copies = { { HOBBIT_TRACE_ABSENT, HOBBIT_TRACE_ABSENT } };
@@ -265,7 +292,6 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
             w[k] = *(const float *) ((const char *) weights->data + k*weights->nb[1] + row*weights->nb[2]);
         }
         hobbit_precision_score(model.config.thresholds, w.data(), (int) n_used, asked.data());
-
         hobbit_precision_shares(w.data(), (int) n_used, share.data());
 
         const int32_t row_seq = row_sequence(ctx, row, n_rows);
@@ -295,6 +321,18 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
             model.totals.use(key0 + id, asked[k] == HOBBIT_PRECISION_HIGH);
         }
     }
+    if (is_large(model, route.layer, n_rows)) {
+        std::vector<hobbit_precision> wanted;
+        std::vector<double>           mass;
+        for (const route_choice & choice : choices) {
+            wanted.push_back(choice.wanted);
+            mass  .push_back(choice.mass);
+        }
+        hobbit_precision_prefill(model.config.thresholds, model.config.prefill, mass.data(), (int) wanted.size(), wanted.data());
+        for (size_t i = 0; i < wanted.size(); ++i) {
+            choices[i].wanted = wanted[i];
+        }
+    }
     for (route_choice & choice : choices) {
         const whereabouts copies = find_copies(model, route.layer, choice.id);
         choice.given = choose(model, copies, choice.wanted);
@@ -319,11 +357,31 @@ static void trace_read(hobbit_context & ctx, hobbit_trace_type type, int layer, 
     }
 }
 
+// what the lookups of a layer say about a warm start; before anything is placed
+static void watch_warm(hobbit_model & model, int layer, const std::vector<route_choice> & choices) {
+    hobbit_warm_trial & trial = model.warm_trial;
+    int n_warm = 0;
+    for (const hobbit_pool_memory & mem : model.pools) {
+        n_warm += (int) std::count(mem.warm.begin(), mem.warm.end(), true);
+    }
+    for (const route_choice & choice : choices) {
+        if (choice.given == HOBBIT_PRECISION_SKIP) {
+            continue;
+        }
+        const hobbit_pool_memory & mem = model.pools[choice.given - HOBBIT_PRECISION_LOW];
+        const int slot = mem.pool->find(layer, choice.id);
+        trial.lookups++;
+        trial.hits     += slot >= 0 && !mem.warm.empty() && mem.warm[slot] ? 1 : 0;
+        trial.resident += n_warm;
+    }
+}
+
 // fills route.experts: pins hits, places misses, leaves what does not fit to the ring
 static void route_place(hobbit_route & route, const std::vector<route_choice> & choices, int64_t n_rows) {
     hobbit_context &     ctx   = *route.ctx;
     hobbit_model &       model = *ctx.model;
     const hobbit_layer & layer = model.store.layers[route.layer];
+    const bool           large = is_large(model, route.layer, n_rows);
 
     thread_local std::vector<hobbit_sequence_stats> counts; // by sequence of the step
     counts.assign(std::max<size_t>(1, ctx.step_seqs.size()), {});
@@ -333,9 +391,10 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
     std::vector<const route_choice *> missing;
     std::vector<hobbit_step_expert>   coming;   // read ahead, and not all there yet
     std::vector<hobbit_step_expert>   loading;
-    std::vector<hobbit_step_expert>   streamed;
 
-    route.experts.clear();
+    if (model.warm_trial.n_tokens_left > 0) {
+        watch_warm(model, route.layer, choices);
+    }
     for (const route_choice & choice : choices) {
         hobbit_counters & count = counts[choice.seq].count;
         counts[choice.seq].shared += choice.shared ? 1 : 0;
@@ -376,6 +435,18 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
             model.loader->promote(model.pools[precision].piece(slot, role));
         }
     }
+
+    // a large batch evicts nothing. Free slots are for the layer's most wanted experts, with as many left for the layers to come
+    int n_admit[HOBBIT_N_PRECISIONS] = { INT_MAX, INT_MAX };
+    if (large) {
+        std::stable_sort(missing.begin(), missing.end(), [](const route_choice * a, const route_choice * b) { return a->n_selected > b->n_selected; });
+        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+            n_admit[p] = model.uses(p) ? model.pools[p].pool->n_free_share(route.layer) : 0;
+        }
+    }
+    struct kept { int32_t id; int precision; int slot; };
+    std::vector<kept> keep; // streamed experts that get a slot
+
     // only now that every hit is pinned may something be evicted
     for (const route_choice * choice : missing) {
         const int         precision = choice->given - HOBBIT_PRECISION_LOW;
@@ -386,11 +457,11 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
 
         const auto place = [&](int64_t & evicted) {
             return model.pools[precision].pool->place(route.layer, choice->id,
-                    ctx.step_records.data(), (int) ctx.step_records.size(), n_rows <= HOBBIT_ROWS_EVICT_MAX, &evicted);
+                    ctx.step_records.data(), (int) ctx.step_records.size(), !large, &evicted);
         };
-        int64_t evicted;
-        int     slot = place(evicted);
-        if (slot < 0 && !ctx.predicted.empty()) {
+        int64_t evicted = -1;
+        int     slot    = n_admit[precision]-- > 0 ? place(evicted) : -1;
+        if (slot < 0 && !large && !ctx.predicted.empty()) {
             // what is needed now goes before what may be needed soon
             hobbit_settle_predicted(ctx, model.store.n_layer(), nullptr);
             slot = place(evicted);
@@ -400,30 +471,124 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
 
         if (slot >= 0) {
             ctx.pinned.emplace_back(precision, slot);
-            loading.push_back({ choice->id, (int8_t) precision, slot });
-        } else {
-            count.streamed++;
-            streamed.push_back({ choice->id, (int8_t) precision, -1 });
         }
+        if (slot >= 0 && !model.stream.is_begun(route.layer, choice->id, precision)) {
+            loading.push_back({ choice->id, (int8_t) precision, slot });
+            continue;
+        }
+        if (slot >= 0) {
+            clear_slot(model, precision, slot);
+            keep.push_back({ choice->id, precision, slot });
+        }
+        count.streamed++;
+        route.streamed.push_back({ choice->id, (int8_t) precision });
     }
     load_experts(model, route.layer, loading, HOBBIT_DEMAND);
+
+    uint64_t wasted_bytes;
+    model.stream.plan(layer, route.layer, route.streamed, wasted_bytes);
+
     route.experts.insert(route.experts.end(), coming.begin(), coming.end());
     route.experts.insert(route.experts.end(), loading.begin(), loading.end());
     route.n_cached = (int) route.experts.size();
-    route.experts.insert(route.experts.end(), streamed.begin(), streamed.end());
+    for (const hobbit_stream_expert & e : route.streamed) {
+        route.experts.push_back({ e.id, e.precision, -1 });
+        const auto k = std::find_if(keep.begin(), keep.end(), [&](const kept & k) { return k.id == e.id && k.precision == e.precision; });
+        for (int role = 0; k != keep.end() && role < HOBBIT_N_ROLES; ++role) {
+            if (e.piece[role]) {
+                e.piece[role]->keep_dst   = model.piece_data(route.layer, e.precision, role, k->slot, e.id);
+                e.piece[role]->keep_state = &model.pools[e.precision].piece(k->slot, role);
+            }
+        }
+    }
 
-    if (!streamed.empty()) {
-        route.stream_state.reset(new std::atomic<uint8_t>[streamed.size()]);
-        route.stream_released.reset(new std::atomic<int>[streamed.size()]);
+    for (const hobbit_sequence_stats & c : counts) {
+        ctx.read_bytes += c.count.read_bytes_high + c.count.read_bytes_low;
     }
 
     std::lock_guard<std::mutex> lock(ctx.stats_mutex);
     hobbit_flush_stall(ctx);
     ctx.stall_layer = route.layer;
+    ctx.stats.expected_wasted_bytes += wasted_bytes;
     for (size_t i = 0; i < ctx.step_seqs.size(); ++i) {
         ctx.stats.layers[route.layer].add(counts[i].count);
         ctx.sequence_stats[ctx.step_seqs[i]].add(counts[i]);
     }
+}
+
+// Expects of a layer the experts that are not here and have any mass (gate weight in a sample of the rows, may be empty), and all
+// the others if a large batch leaves few out
+static void expect_layer(hobbit_context & ctx, int to, const std::vector<float> & mass, bool all) {
+    hobbit_model &       model  = *ctx.model;
+    const hobbit_layer & layer  = model.store.layers[to];
+    const bool           mixed  = model.uses(HOBBIT_LOW) && model.uses(HOBBIT_HIGH);
+    const hobbit_prefill prefill = mixed ? model.config.prefill : HOBBIT_PREFILL_HIGHEST;
+    if (mass.empty() && prefill == HOBBIT_PREFILL_MASS) {
+        return;
+    }
+
+    std::vector<int32_t> ranked(layer.n_expert);
+    std::iota(ranked.begin(), ranked.end(), 0);
+    if (!mass.empty()) {
+        std::stable_sort(ranked.begin(), ranked.end(), [&](int32_t a, int32_t b) { return mass[a] > mass[b]; });
+    }
+    const float total  = std::accumulate(mass.begin(), mass.end(), 0.0f);
+    float       before = 0.0f;
+
+    std::vector<hobbit_stream_expert> experts;
+    for (int32_t id : ranked) {
+        const float m = mass.empty() ? 0.0f : mass[id];
+        if (m == 0.0f && !all) {
+            break;
+        }
+        const bool high = model.uses(HOBBIT_HIGH) && prefill != HOBBIT_PREFILL_LOW && (prefill == HOBBIT_PREFILL_HIGHEST || before <= model.config.thresholds.t1 * total);
+        const int  precision = choose(model, find_copies(model, to, id), high ? HOBBIT_PRECISION_HIGH : HOBBIT_PRECISION_LOW) - HOBBIT_PRECISION_LOW;
+        if (model.pools[precision].pool->find(to, id) < 0) {
+            experts.push_back({ id, (int8_t) precision });
+        }
+        before += m;
+    }
+    if (!experts.empty()) {
+        // side by side in the file is worth more than an order by mass
+        std::sort(experts.begin(), experts.end(), [](const hobbit_stream_expert & a, const hobbit_stream_expert & b) { return a.id < b.id; });
+        model.stream.expect(layer, to, experts);
+    }
+}
+
+static bool touches_all(const hobbit_context & ctx, int layer) {
+    return ctx.routes[layer].share_chosen >= SHARE_ALL;
+}
+
+void hobbit_expect_first(hobbit_context & ctx, int64_t n_rows) {
+    const hobbit_model & model = *ctx.model;
+    if (n_rows * model.n_expert_used >= HOBBIT_SELECTED_LARGE * model.store.layers[0].n_expert && touches_all(ctx, 0) && model.store.n_layer() > 1) {
+        expect_layer(ctx, 0, {}, true);
+    }
+}
+
+// a large batch: reads ahead for the next layer what its router would choose for some of the rows
+static void route_expect(hobbit_route & route, const ggml_tensor * cur, int n_used, int64_t n_rows) {
+    hobbit_context & ctx   = *route.ctx;
+    hobbit_model &   model = *ctx.model;
+    const int        to    = route.layer + 1;
+
+    if (to >= model.store.n_layer() || (to == model.store.n_layer() - 1 && !is_large(model, to, (int64_t) ctx.output_seq.size()))) {
+        return; // the last layer computes the rows with output only
+    }
+    std::vector<float> mass;
+    if (cur) {
+        std::vector<int32_t> ids(n_used);
+        std::vector<float>   weights(n_used);
+        mass.resize(model.store.layers[to].n_expert, 0.0f);
+        for (int64_t i = 0; i < N_ROWS_SAMPLE; ++i) {
+            const int64_t row = i * n_rows / N_ROWS_SAMPLE;
+            model.routers->predict(route.layer, to, (const float *) ((const char *) cur->data + row*cur->nb[1]), n_used, ids.data(), weights.data());
+            for (int k = 0; k < n_used; ++k) {
+                mass[ids[k]] += weights[k];
+            }
+        }
+    }
+    expect_layer(ctx, to, mass, touches_all(ctx, route.layer));
 }
 
 // reads ahead for the next layers, as far as the governor looks and while what they want is resident
@@ -437,6 +602,9 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
 
     bool go_on = true; // else what follows is only written to the trace
     for (int to = route.layer + 1; to <= route.layer + model.governor.depth() && to < model.store.n_layer(); ++to) {
+        if (!model.governor.allows(to)) {
+            continue;
+        }
         std::vector<hobbit_step_expert> loading;
         ctx.selections.clear();
         for (int64_t row = 0; row < cur->ne[1]; ++row) {
@@ -534,6 +702,7 @@ static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
     choices.clear();
 
     route.experts.clear();
+    route.streamed.clear();
     route.n_cached = 0;
     route.uses[HOBBIT_LOW] = route.uses[HOBBIT_HIGH] = false;
 
@@ -556,6 +725,10 @@ static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
         const ggml_tensor * cur = dst->src[2];
         if (cur && ctx.model->governor.depth() > 0 && ids->ne[1] <= HOBBIT_ROWS_PREDICT_MAX) {
             route_prefetch(route, cur, (int) ids->ne[0]);
+        }
+        if (is_large(*ctx.model, route.layer, ids->ne[1])) {
+            route.share_chosen = (float) choices.size() / ctx.model->store.layers[route.layer].n_expert;
+            route_expect(route, cur, (int) ids->ne[0], ids->ne[1]);
         }
     }
     route_weights(route, choices, ids, weights, dst);
@@ -591,14 +764,6 @@ static bool experts_uses(const ggml_cpu_experts * self, const ggml_tensor * op, 
     return route_of(op).uses[i_type];
 }
 
-// the ring place of streamed expert j takes its bytes
-static void stream_submit(hobbit_route & route, const hobbit_managed & managed, int j) {
-    hobbit_model & model = *managed.model;
-    const hobbit_step_expert & e = route.experts[route.n_cached + j];
-    const size_t skew = managed.weight->source[e.precision].skew(e.id);
-    model.loader->submit({ managed.weight, e.precision, e.id, model.ring.slot(j % model.n_ring) + skew, &route.stream_state[j] }, HOBBIT_DEMAND);
-}
-
 static int experts_begin(const ggml_cpu_experts * self, const ggml_tensor * op, int n_threads, ggml_cpu_expert * experts) {
     const hobbit_managed & managed = *(const hobbit_managed *) self;
     hobbit_route & route = route_of(op);
@@ -607,14 +772,9 @@ static int experts_begin(const ggml_cpu_experts * self, const ggml_tensor * op, 
         experts[i] = { route.experts[i].id, route.experts[i].precision };
     }
 
-    const int n_stream = (int) route.experts.size() - route.n_cached;
     route.n_threads = n_threads;
-    for (int j = 0; j < n_stream; ++j) {
-        route.stream_state   [j].store(HOBBIT_PIECE_ABSENT, std::memory_order_relaxed);
-        route.stream_released[j].store(0,                   std::memory_order_relaxed);
-    }
-    for (int j = 0; j < std::min(n_stream, managed.model->n_ring); ++j) {
-        stream_submit(route, managed, j);
+    if (!route.streamed.empty()) {
+        managed.model->stream.begin(route.layer, managed.weight->role);
     }
     return (int) route.experts.size();
 }
@@ -626,17 +786,10 @@ static const void * experts_acquire(const ggml_cpu_experts * self, const ggml_te
 
     const hobbit_step_expert & e = route.experts[i];
 
-    std::atomic<uint8_t> * state;
-    const char *           data;
-    if (i < route.n_cached) {
-        hobbit_pool_memory & mem = model.pools[e.precision];
-        state = &mem.piece(e.slot, managed.weight->role);
-        data  = model.piece_data(managed.weight->layer, e.precision, managed.weight->role, e.slot, e.id);
-    } else {
-        const int j = i - route.n_cached;
-        state = &route.stream_state[j];
-        data  = model.ring.slot(j % model.n_ring) + managed.weight->source[e.precision].skew(e.id);
-    }
+    const int role = managed.weight->role;
+
+    hobbit_stream_piece *  piece = i < route.n_cached ? nullptr : route.streamed[i - route.n_cached].piece[role];
+    std::atomic<uint8_t> * state = piece ? &piece->state : &model.pools[e.precision].piece(e.slot, role);
 
     uint8_t s = state->load(std::memory_order_acquire);
     if (s < HOBBIT_PIECE_READY) {
@@ -650,7 +803,7 @@ static const void * experts_acquire(const ggml_cpu_experts * self, const ggml_te
         route.ctx->failed.store(true, std::memory_order_relaxed);
         return nullptr;
     }
-    return data;
+    return piece ? piece->read.dst : model.piece_data(route.layer, e.precision, role, e.slot, e.id);
 }
 
 static void experts_release(const ggml_cpu_experts * self, const ggml_tensor * op, int i) {
@@ -659,13 +812,7 @@ static void experts_release(const ggml_cpu_experts * self, const ggml_tensor * o
     if (i < route.n_cached) {
         return; // pinned until the next route node
     }
-    const int j      = i - route.n_cached;
-    const int n_ring = managed.model->n_ring;
-    // the last thread to let go of a place reuses it
-    if (route.stream_released[j].fetch_add(1, std::memory_order_acq_rel) + 1 == route.n_threads &&
-        route.n_cached + j + n_ring < (int) route.experts.size()) {
-        stream_submit(route, managed, j + n_ring);
-    }
+    managed.model->stream.release(*route.streamed[i - route.n_cached].piece[managed.weight->role], route.n_threads);
 }
 
 void hobbit_managed_init(hobbit_managed & managed, hobbit_model * model, hobbit_weight * weight) {

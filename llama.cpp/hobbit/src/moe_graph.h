@@ -4,7 +4,7 @@
 // chosen expert's precision, pins what is resident, makes room, starts the reads, and hands on the gate weights. The layer's
 // MUL_MAT_ID nodes depend on it; the CPU kernel asks them for experts through ggml_cpu_experts (ggml-cpu.h): which are in this
 // step, in which order, and where. An expert is computed from its cache slot, or, when the step needs more than the cache has
-// room for, from a ring that one weight tensor at a time is streamed through.
+// room for, from the ring (stream.h).
 
 #pragma once
 
@@ -15,6 +15,7 @@
 #include "prefetch.h"
 #include "stats.h"
 #include "store.h"
+#include "stream.h"
 #include "trace.h"
 
 #include "ggml-cpu.h"
@@ -42,8 +43,17 @@ struct hobbit_pool_memory {
     std::unique_ptr<hobbit_pool>      pool;
     hobbit_bank                       bank;
     std::vector<std::atomic<uint8_t>> state; // [n_slots * HOBBIT_N_ROLES], hobbit_piece_state
+    std::vector<bool>                 warm;  // slot -> holds what a profile brought; empty when the trial is over
 
     std::atomic<uint8_t> & piece(int slot, int role) { return state[(size_t) slot * HOBBIT_N_ROLES + role]; }
+};
+
+// a warm start is on trial for its first tokens
+struct hobbit_warm_trial {
+    int      n_tokens_left = 0;
+    uint64_t lookups  = 0;
+    uint64_t hits     = 0;   // of the warm set
+    double   resident = 0.0; // experts of the warm set that were still there, summed over lookups
 };
 
 struct hobbit_model {
@@ -52,8 +62,10 @@ struct hobbit_model {
     bool          no_alloc = false;
     int           n_expert_used = 0; // by one token in one layer, at most
     std::string   io;                // how experts are read, and why
+    hobbit_loader::repack_fn repack = nullptr; // NULL: not for this model
     std::string   no_prediction;     // why prediction is off, if the model is the reason
-    std::string   warm;              // what the profile brought
+    std::string   warm;              // what the profile brought, and whether it helped
+    hobbit_warm_trial warm_trial;
     std::string   quality;           // which thresholds it brought, and why
     std::vector<std::string> quality_lines; // of the profile, kept when it is written again
     std::string   sizing;            // where the cache's size comes from, for people
@@ -70,6 +82,7 @@ struct hobbit_model {
 
     std::unique_ptr<hobbit_trace>  trace;  // NULL: none; guarded by step_mutex. Outlives the loader, which reports to it
     std::unique_ptr<hobbit_loader> loader;
+    hobbit_stream                  stream; // after the loader, which it needs to its end
 
     std::unique_ptr<hobbit_router_bank> routers; // NULL: no prediction
     hobbit_governor                     governor;
@@ -127,10 +140,10 @@ struct hobbit_route {
     int  n_cached = 0;                       // experts[n_cached ..] are streamed
     bool uses[HOBBIT_N_PRECISIONS] = {};
 
-    // one per streamed expert, started over by every MUL_MAT_ID
-    std::unique_ptr<std::atomic<uint8_t>[]> stream_state;
-    std::unique_ptr<std::atomic<int>[]>     stream_released;
+    std::vector<hobbit_stream_expert> streamed; // the pieces of experts[n_cached ..]
     int n_threads = 1;
+
+    float share_chosen = 1.0f; // of the layer's experts, by the last large batch
 };
 
 struct hobbit_context {
@@ -139,6 +152,11 @@ struct hobbit_context {
     std::map<int32_t, hobbit_records>      records;
     int                                    trace_id = 0; // of this context in the trace
     hobbit_selections                      selections;   // of the running layer, for the trace
+
+    // host memory that computing takes, and how much of it has been touched
+    uint64_t                               compute_bytes    = 0; // for n_tokens_reserved tokens
+    int32_t                                n_tokens_reserved = 0;
+    int32_t                                n_tokens_seen     = 0; // at once, at most
 
     // the running step
     std::vector<int32_t>                   token_seq;  // [n_tokens]
@@ -149,7 +167,11 @@ struct hobbit_context {
     std::vector<hobbit_predicted>          predicted;
     int                                    n_prefetch_used   = 0;
     int                                    n_prefetch_wasted = 0;
+    uint64_t                               read_bytes        = 0; // by this step, read ahead or not
+    uint64_t                               wasted_bytes      = 0; // of them, read ahead in vain
+    uint64_t                               step_stall_us     = 0;
     double                                 demand_seconds    = 0.0; // the loader's, at the begin of the step
+    double                                 busy_seconds      = 0.0;
     std::atomic<bool>                      failed { false };
     std::atomic<uint64_t>                  stall_us { 0 }; // since the last route node
     int                                    stall_layer = 0;
@@ -177,6 +199,9 @@ void hobbit_managed_init(hobbit_managed & managed, hobbit_model * model, hobbit_
 
 // reads an expert into a free slot, in the background; false if there is none or it has one already
 bool hobbit_warm(hobbit_model & model, int layer, int precision, int expert);
+
+// a step begins with a batch of n_rows: reads ahead for the first layer what such a batch probably wants of it
+void hobbit_expect_first(hobbit_context & ctx, int64_t n_rows);
 
 void hobbit_unpin_all(hobbit_context & ctx);
 // lets go of what was predicted for layers up to this one: what was not chosen is cancelled, or, if it is there, may stay.

@@ -92,3 +92,20 @@ void hobbit_precision_score(const hobbit_thresholds & th, const float * weights,
                                            HOBBIT_PRECISION_SKIP;
     }
 }
+
+void hobbit_precision_prefill(const hobbit_thresholds & th, hobbit_prefill prefill, const double * mass, int n, hobbit_precision * wanted) {
+    if (prefill == HOBBIT_PREFILL_HIGHEST || th.rule == HOBBIT_RULE_HIGH) {
+        return;
+    }
+    std::vector<int> ranked(n);
+    std::iota(ranked.begin(), ranked.end(), 0);
+    std::stable_sort(ranked.begin(), ranked.end(), [mass](int a, int b) { return mass[a] > mass[b]; });
+    const double total  = std::accumulate(mass, mass + n, 0.0);
+    double       before = 0.0;
+    for (int i : ranked) {
+        if (prefill == HOBBIT_PREFILL_LOW || before > th.t1 * total) {
+            wanted[i] = std::min(wanted[i], HOBBIT_PRECISION_LOW);
+        }
+        before += mass[i];
+    }
+}

@@ -19,6 +19,13 @@ enum hobbit_rule : int8_t {
     HOBBIT_RULE_ARTICLE, // each weight on its own, as the source article has it; for comparison only
 };
 
+// which precision an expert gets in a large batch, whose tokens ask for different ones
+enum hobbit_prefill : int8_t {
+    HOBBIT_PREFILL_HIGHEST, // the highest that any token asks for
+    HOBBIT_PREFILL_MASS,    // by its rank and share of the gate weight of the whole batch; at most the highest asked for
+    HOBBIT_PREFILL_LOW,     // low
+};
+
 struct hobbit_thresholds {
     hobbit_rule rule;
     float       t1; // [0, 1]
@@ -35,6 +42,10 @@ hobbit_precision hobbit_precision_given(hobbit_precision wanted, bool determinis
 
 // the weights scaled to sum 1; equal ones if there is nothing to scale
 void hobbit_precision_shares(const float * weights, int n, float * share);
+
+// wanted[n]: the highest precision that any token of a large batch asks of each expert, made less where prefill says that less will do.
+// mass[n]: gate weight of each over the batch. MASS: high while the mass ranked before is at most T1 of all
+void hobbit_precision_prefill(const hobbit_thresholds & th, hobbit_prefill prefill, const double * mass, int n, hobbit_precision * wanted);
 
 // the unimportance score of each expert: the normalised weight of all that rank before it, s_0 = 0
 void hobbit_precision_unimportance(const float * weights, int n, float * score);

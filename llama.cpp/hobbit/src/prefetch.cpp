@@ -139,6 +139,7 @@ void hobbit_router_bank::predict(int from, int to, const float * x, int n_used, 
 //
 
 static constexpr int   WINDOW     = 128;   // prefetched experts between two decisions
+static constexpr int   WINDOW_LOSS = 32;   // the same where they seem to cost more than they bring
 static constexpr int   RETRY      = 64;    // steps until prefetching that was turned off is tried again
 static constexpr float USED_LEAST = 0.5f;  // share of used prefetches below which to look less far
 static constexpr float USED_MORE  = 0.75f; // and above which to look further
@@ -151,11 +152,39 @@ void hobbit_governor::init(int most, bool adapt) {
     why       = most == 0 ? "off" : adapt ? "on trial" : "fixed";
 }
 
-void hobbit_governor::step(int n_used, int n_wasted, float demand_share) {
+bool hobbit_governor::allows(int layer) {
+    if (!adaptive || layer >= (int) layers.size() || layers[layer].used >= USED_LEAST) {
+        return true;
+    }
+    if (--layers[layer].wait <= 0) {
+        layers[layer] = { USED_LEAST, 0 }; // a trial: the next few decide
+    }
+    return false;
+}
+
+void hobbit_governor::settled(int layer, bool was_used) {
+    if (layer >= (int) layers.size()) {
+        layers.resize(layer + 1);
+    }
+    layer_score & l = layers[layer];
+    l.used = 0.95f * l.used + (was_used ? 0.05f : 0.0f);
+    l.wait = l.used < USED_LEAST ? RETRY : 0;
+}
+
+void hobbit_governor::turn_off(const std::string & reason) {
+    depth_now = 0;
+    why  = "off: " + reason;
+    wait = RETRY << std::min(n_off, 4);
+    n_off++;
+}
+
+void hobbit_governor::step(const hobbit_prefetch_step & s) {
     if (!adaptive) {
         return;
     }
-    busy = 0.9f * busy + 0.1f * demand_share;
+    const float a = std::max(0.1f, 1.0f / (float) ++n_steps); // the first steps count in full
+    busy    += a * (s.demand_share  - busy);
+    compute += a * (s.compute_share - compute);
     if (depth_now == 0) {
         if (--wait <= 0) {
             depth_now = std::min(1, depth_max);
@@ -163,24 +192,29 @@ void hobbit_governor::step(int n_used, int n_wasted, float demand_share) {
         }
         return;
     }
-    used   += n_used;
-    wasted += n_wasted;
-    if (used + wasted < WINDOW) {
+    waste   += a * (s.waste_share - waste);
+    used    += s.used;
+    wasted  += s.wasted;
+    const bool loses = waste > compute; // the dearer mistake, so that it is looked for more often
+    if (used + wasted < (loses ? WINDOW_LOSS : WINDOW)) {
         return;
     }
     const float share = (float) used / (used + wasted);
     used = wasted = 0;
     if (busy > BUSY_MOST) {
-        depth_now = 0;
-        why = hobbit_format("off: demands keep the disk busy %.0f %% of the time", 100.0f * busy);
+        turn_off(hobbit_format("demands keep the disk busy %.0f %% of the time", 100.0f * busy));
+    } else if (loses) {
+        turn_off(hobbit_format("%.0f %% of the bytes read are wasted, to hide compute that takes %.0f %% of the time", 100.0f * waste, 100.0f * compute));
+    } else if (share < USED_LEAST && depth_now == 1) {
+        turn_off(hobbit_format("%.0f %% of what was prefetched was used", 100.0f * share));
     } else if (share < USED_LEAST) {
         depth_now--;
-        why = hobbit_format("%s: %.0f %% of what was prefetched was used", depth_now == 0 ? "off" : "less far", 100.0f * share);
+        why = hobbit_format("less far: %.0f %% of what was prefetched was used", 100.0f * share);
     } else if (share > USED_MORE && depth_now < depth_max) {
         depth_now++;
         why = hobbit_format("further: %.0f %% of what was prefetched was used", 100.0f * share);
     } else {
+        n_off = 0;
         why = hobbit_format("on: %.0f %% of what was prefetched was used", 100.0f * share);
     }
-    wait = depth_now == 0 ? RETRY : 0;
 }

@@ -40,7 +40,16 @@ class hobbit_router_bank {
     std::vector<layer> layers;
 };
 
-// How far to look ahead: 0 (off) .. max. Pure bookkeeping, fed once per step.
+// what one step says about prefetching
+struct hobbit_prefetch_step {
+    int   used;          // prefetched experts that were then chosen
+    int   wasted;        // and that were not
+    float demand_share;  // of the step's time in which demands kept the disk busy
+    float compute_share; // of the step's time in which compute did not wait for bytes: all that prefetching can hide
+    float waste_share;   // of the bytes read, those of wasted prefetches: what it costs where the disk is the bottleneck
+};
+
+// How far to look ahead: 0 (off) .. max, and into which layers. Pure bookkeeping, fed once per step.
 class hobbit_governor {
   public:
     void init(int depth_max, bool adaptive);
@@ -48,16 +57,32 @@ class hobbit_governor {
     int depth() const { return depth_now; }
     const std::string & reason() const { return why; }
 
-    // what this step's prefetches came to, in experts, and the share of the step's time in which demands kept the disk busy
-    void step(int used, int wasted, float demand_share);
+    // false: predictions for this layer were mostly wrong of late
+    bool allows(int layer);
+    // what became of an expert that was prefetched for a layer
+    void settled(int layer, bool used);
+
+    void step(const hobbit_prefetch_step & s);
 
   private:
+    void turn_off(const std::string & reason);
+
+    struct layer_score {
+        float used = 1.0f; // running mean
+        int   wait = 0;    // calls until the next trial
+    };
+
     int         depth_max = 0;
     int         depth_now = 0;
     bool        adaptive  = false;
     int         used      = 0;
     int         wasted    = 0;
-    float       busy      = 0.0f; // running mean of demand_share
+    float       busy      = 0.0f; // running means of the shares
+    float       compute   = 1.0f;
+    float       waste     = 0.0f;
+    int         n_steps   = 0;
     int         wait      = 0;    // steps until the next trial, when off
+    int         n_off     = 0;    // times in a row that a trial ended so
     std::string why = "off";
+    std::vector<layer_score> layers;
 };

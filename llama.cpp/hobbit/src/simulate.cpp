@@ -23,12 +23,14 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <climits>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <limits>
+#include <numeric>
 #include <map>
 #include <memory>
 #include <set>
@@ -56,6 +58,7 @@ struct replay_settings {
     uint64_t             cache_bytes      = 0; // 0: n_slots as they are
     int                  prefetch         = 0;
     bool                 adaptive         = false;
+    hobbit_prefill       prefill          = HOBBIT_PREFILL_HIGHEST;
     int64_t              rows_evict_max   = 32;
     int64_t              rows_predict_max = 8;
 
@@ -113,6 +116,16 @@ static bool parse_policy(const std::string & name, hobbit_policy & policy) {
     return false;
 }
 
+static bool parse_prefill(const std::string & text, hobbit_prefill & prefill) {
+    for (hobbit_prefill p : { HOBBIT_PREFILL_HIGHEST, HOBBIT_PREFILL_MASS, HOBBIT_PREFILL_LOW }) {
+        if (text == hobbit_prefill_name(p)) {
+            prefill = p;
+            return true;
+        }
+    }
+    return false;
+}
+
 // one setting; false: the value will not do. known: set to false if there is no such setting
 static bool parse_setting(replay_settings & s, const std::string & name, std::istringstream & in, bool & known) {
     std::string text;
@@ -130,6 +143,7 @@ static bool parse_setting(replay_settings & s, const std::string & name, std::is
     if (is("cache_bytes"))      { return read_values(in, &s.cache_bytes, 1); }
     if (is("prefetch"))         { return read_values(in, &s.prefetch, 1) && s.prefetch >= 0; }
     if (is("adaptive"))         { return read_values(in, &s.adaptive, 1); }
+    if (is("prefill_precision")) { return read_values(in, &text, 1) && parse_prefill(text, s.prefill); }
     if (is("rows_evict_max"))   { return read_values(in, &s.rows_evict_max, 1); }
     if (is("rows_predict_max")) { return read_values(in, &s.rows_predict_max, 1); }
     if (is("bandwidth"))        { return read_values(in, &s.bandwidth, 1) && s.bandwidth >= 0.0; }
@@ -655,7 +669,7 @@ void replay_run::settle(replay_context & ctx, int layer, const hobbit_precision 
 
 void replay_run::place(replay_context & ctx, int layer, int64_t n_rows, std::vector<std::tuple<int, hobbit_precision, int, double>> & choices) {
     hobbit_counters & count = ctx.counters[layer];
-    std::vector<std::pair<int, int>> missing; // (expert, precision)
+    std::vector<std::tuple<int, int, int>> missing; // expert, precision, selections
     double ready_at = now;
 
     count.routed += n_rows;
@@ -678,7 +692,7 @@ void replay_run::place(replay_context & ctx, int layer, int64_t n_rows, std::vec
             slot = -1;
         }
         if (slot < 0) {
-            missing.emplace_back(id, precision);
+            missing.emplace_back(id, precision, n_selected);
             continue;
         }
         count.hits++;
@@ -690,17 +704,25 @@ void replay_run::place(replay_context & ctx, int layer, int64_t n_rows, std::vec
             ready_at = std::max(ready_at, link.demand(key, link.left[key], now));
         }
     }
-    for (const auto & [id, precision] : missing) {
+    const bool large = hobbit_is_large(n_rows, s.rows_evict_max, s.n_expert_used, trace.layers[layer].n_expert);
+    int n_admit[HOBBIT_N_PRECISIONS] = { INT_MAX, INT_MAX };
+    if (large) {
+        std::stable_sort(missing.begin(), missing.end(), [](const auto & a, const auto & b) { return std::get<2>(a) > std::get<2>(b); });
+        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+            n_admit[p] = uses(p) ? pools[p]->n_free_share(layer) : 0;
+        }
+    }
+    for (const auto & [id, precision, n_selected] : missing) {
         const uint64_t bytes = trace.layers[layer].bytes[precision];
         (precision == HOBBIT_HIGH ? count.misses_high     : count.misses_low)     += 1;
         (precision == HOBBIT_HIGH ? count.read_bytes_high : count.read_bytes_low) += bytes;
 
-        int64_t evicted;
-        const auto try_place = [&] {
-            return pools[precision]->place(layer, id, ctx.step_records.data(), (int) ctx.step_records.size(), n_rows <= s.rows_evict_max, &evicted);
+        int64_t evicted = -1;
+        const auto try_place = [&, id = id, precision = precision] {
+            return pools[precision]->place(layer, id, ctx.step_records.data(), (int) ctx.step_records.size(), !large, &evicted);
         };
-        int slot = try_place();
-        if (slot < 0 && !ctx.predicted.empty()) {
+        int slot = n_admit[precision]-- > 0 ? try_place() : -1;
+        if (slot < 0 && !large && !ctx.predicted.empty()) {
             settle(ctx, (int) trace.layers.size(), nullptr);
             slot = try_place();
         }
@@ -819,6 +841,18 @@ void replay_run::route(replay_context & ctx, size_t i) {
             totals.use(key_of(layer, id), asked[k] == HOBBIT_PRECISION_HIGH);
         }
     }
+    if (hobbit_is_large(sel.n_rows, s.rows_evict_max, s.n_expert_used, trace.layers[layer].n_expert)) {
+        std::vector<hobbit_precision> wanted;
+        std::vector<double>           mass;
+        for (const auto & choice : choices) {
+            wanted.push_back(std::get<1>(choice));
+            mass  .push_back(std::get<3>(choice));
+        }
+        hobbit_precision_prefill(s.thresholds, s.prefill, mass.data(), (int) wanted.size(), wanted.data());
+        for (size_t c = 0; c < choices.size(); ++c) {
+            std::get<1>(choices[c]) = wanted[c];
+        }
+    }
     std::vector<hobbit_precision> chosen(trace.layers[layer].n_expert, HOBBIT_PRECISION_SKIP);
     for (size_t c = 0; c < choices.size(); ++c) {
         auto & choice = choices[c];
@@ -882,7 +916,8 @@ void replay_run::step_end(replay_context & ctx, size_t i) {
     settle(ctx, (int) trace.layers.size(), nullptr);
     if (!s.recorded && s.adaptive && ctx.token_seq.size() == 1) {
         const double us = now - step_begin_us;
-        governor.step(ctx.n_prefetch_used, ctx.n_prefetch_wasted, us > 0.0 ? (float) ((link.demand_us - step_demand_us) / us) : 0.0f);
+        // the shares of compute and waste are not modelled: as if prefetching paid
+        governor.step({ ctx.n_prefetch_used, ctx.n_prefetch_wasted, us > 0.0 ? (float) ((link.demand_us - step_demand_us) / us) : 0.0f, 1.0f, 0.0f });
     }
 }
 
@@ -920,6 +955,14 @@ void replay_run::run() {
                 }
                 break;
             }
+            case HOBBIT_TRACE_DROP:
+                if (s.recorded && uses(record.head.precision)) {
+                    const int slot = pools[record.head.precision]->find(record.head.layer, record.head.expert);
+                    if (slot >= 0) {
+                        pools[record.head.precision]->drop(slot);
+                    }
+                }
+                break;
             case HOBBIT_TRACE_RESIZE:
                 if (s.recorded) {
                     int32_t n[HOBBIT_N_PRECISIONS];

@@ -2,6 +2,7 @@
 
 #include "store.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstring>
 
@@ -61,6 +62,18 @@ hobbit_counters hobbit_stats::total() const {
     return sum;
 }
 
+std::string hobbit_quoted(const std::string & text) {
+    std::string out = "\"";
+    for (unsigned char c : text) {
+        if (c == '"' || c == '\\' || c < 0x20) {
+            out += hobbit_format("\\u%04x", c);
+        } else {
+            out += (char) c;
+        }
+    }
+    return out + "\"";
+}
+
 std::string hobbit_counters_to_json(const hobbit_counters & c) {
     std::string text;
     for (const auto & f : fields) {
@@ -72,11 +85,13 @@ std::string hobbit_counters_to_json(const hobbit_counters & c) {
 std::string hobbit_stats_to_json(const hobbit_stats & s, const hobbit_stats_labels & l) {
     std::string text = "{\n  \"version\": 1,\n";
     text += hobbit_format("  \"precision\": \"%s\",\n  \"policy\": \"%s\",\n  \"cache_bytes\": %" PRIu64 ",\n", l.rule.c_str(), l.policy.c_str(), l.cache_bytes);
-    text += hobbit_format("  \"prefetch\": \"%s\",\n", l.prefetch.c_str());
+    text += hobbit_format("  \"prefetch\": %s,\n  \"warm_start\": %s,\n", hobbit_quoted(l.prefetch).c_str(), hobbit_quoted(l.warm).c_str());
     text += hobbit_format("  \"slots_high\": %d,\n  \"slots_low\": %d,\n  \"resident_high\": %d,\n  \"resident_low\": %d,\n",
             l.n_slots[HOBBIT_HIGH], l.n_slots[HOBBIT_LOW], l.n_used[HOBBIT_HIGH], l.n_used[HOBBIT_LOW]);
     text += hobbit_format("  \"prompt_tokens\": %" PRIu64 ",\n  \"prompt_us\": %" PRIu64 ",\n  \"decode_tokens\": %" PRIu64 ",\n  \"decode_us\": %" PRIu64 ",\n",
             s.prompt_tokens, s.prompt_us, s.decode_tokens, s.decode_us);
+    text += hobbit_format("  \"prompt_stall_us\": %" PRIu64 ",\n  \"decode_stall_us\": %" PRIu64 ",\n  \"prompt_disk_us\": %" PRIu64 ",\n  \"decode_disk_us\": %" PRIu64 ",\n  \"expected_wasted_bytes\": %" PRIu64 ",\n",
+            s.prompt_stall_us, s.decode_stall_us, s.prompt_disk_us, s.decode_disk_us, s.expected_wasted_bytes);
     text += hobbit_format("  \"steps\": %" PRIu64 ",\n  \"failed_steps\": %" PRIu64 ",\n", s.steps, s.failed_steps);
     text += "  \"resident\": [";
     for (size_t i = 0; i < l.resident.size(); ++i) {
@@ -119,9 +134,15 @@ std::string hobbit_stats_to_table(const hobbit_stats & s, const hobbit_stats_lab
     t += hobbit_format("  %-18s %10" PRIu64 "  experts, %" PRIu64 " used, %" PRIu64 " wasted (%s)\n", "prefetched",
             c.prefetch_issued, c.prefetch_used, c.prefetch_wasted, l.prefetch.c_str());
     t += hobbit_format("  %-18s %10.1f ms     (%.1f %% of the time)\n", "stall time", c.stall_us / 1e3, percent(c.stall_us, s.prompt_us + s.decode_us));
+    t += hobbit_format("  %-18s %10.1f %% waiting for bytes, disk idle %.1f %%; decode %.1f %% waiting, disk idle %.1f %%\n", "prompt time",
+            percent(s.prompt_stall_us, s.prompt_us), percent(s.prompt_us - std::min(s.prompt_us, s.prompt_disk_us), s.prompt_us),
+            percent(s.decode_stall_us, s.decode_us), percent(s.decode_us - std::min(s.decode_us, s.decode_disk_us), s.decode_us));
     t += hobbit_format("  %-18s %10" PRIu64 "\n", "evictions", c.evictions);
     t += hobbit_format("  %-18s %10d  high of %d slots, %d low of %d slots; %.1f MiB in all\n", "resident",
             l.n_used[HOBBIT_HIGH], l.n_slots[HOBBIT_HIGH], l.n_used[HOBBIT_LOW], l.n_slots[HOBBIT_LOW], l.cache_bytes / mib);
+    if (!l.warm.empty()) {
+        t += hobbit_format("  %-18s %s\n", "warm start", l.warm.c_str());
+    }
     if (s.failed_steps > 0) {
         t += hobbit_format("  %-18s %10" PRIu64 "\n", "failed steps", s.failed_steps);
     }

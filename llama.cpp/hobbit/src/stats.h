@@ -56,6 +56,11 @@ struct hobbit_stats {
     uint64_t prompt_us     = 0;
     uint64_t decode_tokens = 0;
     uint64_t decode_us     = 0;
+    uint64_t prompt_stall_us = 0; // of that time, the first compute thread waited for bytes
+    uint64_t decode_stall_us = 0;
+    uint64_t expected_wasted_bytes = 0; // begun for large batches in vain; in no counter of a layer
+    uint64_t prompt_disk_us  = 0; // and a read was under way: in the rest the disk was idle
+    uint64_t decode_disk_us  = 0;
     uint64_t steps         = 0;
     uint64_t failed_steps  = 0;
 
@@ -67,6 +72,7 @@ struct hobbit_stats_labels {
     std::string          rule;
     std::string          policy;
     uint64_t             cache_bytes;
+    std::string          warm;       // of a warm start: what came of it, "" if none was asked for
     std::string          prefetch;   // depth in effect and why
     int                  n_slots[2]; // low, high
     int                  n_used [2];
@@ -84,3 +90,6 @@ std::string hobbit_sequence_to_json(const hobbit_sequence_stats & stats);
 // the counters by number, in the order of the JSON
 const char * hobbit_counter_at(int i); // the name, NULL beyond the last
 uint64_t *   hobbit_counters_copy(const hobbit_counters & counters, uint64_t * out); // returns the end
+
+// a JSON string with what must be escaped escaped
+std::string hobbit_quoted(const std::string & text);

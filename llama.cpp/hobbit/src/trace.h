@@ -35,6 +35,7 @@ enum hobbit_trace_type : uint8_t {
     HOBBIT_TRACE_STATS       = 16, // the counters of a context, when the trace begins in the middle of a run and when it ends
     HOBBIT_TRACE_RESIDENT    = 17, // is in the cache when the trace begins, least recently used first
     HOBBIT_TRACE_RECORDS     = 18, // what a sequence did before the trace began
+    HOBBIT_TRACE_DROP        = 19, // leaves because the warm start that brought it did not help
 };
 
 // what every record begins with, little endian; size bytes of payload follow
