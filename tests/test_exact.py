@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BUILD, DIFFERENT, EQUAL, ROOT, RunExact
+from conftest import BUILD, DIFFERENT, EQUAL, ROOT, RunExact, clean_environment, program
 
 HIGH = ROOT / "models" / "tiny-moe" / "tiny-moe-F16.gguf"
 LOW = BUILD / "models" / "tiny-moe-Q4_0.gguf"
@@ -60,6 +61,21 @@ def test_without_deterministic_mode_a_resident_high_copy_serves_for_low(exact: R
     """Also the proof that the test above can fail."""
     result = exact(HIGH, *TOKENS, *MIXED, "--cache", "15%", "--versus", "200%")
     assert result.code == DIFFERENT
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_K", "Q8_0"])
+def test_exact_mode_equals_stock_with_repacking_on(exact: RunExact, tmp_path: Path, quant: str) -> None:
+    """Interleaved on this CPU or not: the same bits as stock's default; where it is, others than without repacking."""
+    model = tmp_path / f"{quant}.gguf"
+    quantize = [program("llama-quantize"), HIGH, model, quant, "2"]
+    subprocess.run(list(map(str, quantize)), check=True, capture_output=True, env=clean_environment())
+    small = ("--prompt", 60, "--generate", 8, "--ubatch", "1,12,60", "--cache", "15%")
+    result = exact(model, *small, "--repack")
+    assert result.code == EQUAL, result.differences()
+    assert result.total("evictions") > 0 and result.total("streamed") > 0
+    other = exact(model, *small, "--repack", "--hobbit", "repack=off")
+    repacked = "repacked" in exact(model, *small, "--repack", "--verbose").stderr
+    assert (other.code == DIFFERENT) == repacked
 
 
 def test_low_precision_changes_the_logits(exact: RunExact) -> None:

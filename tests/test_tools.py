@@ -111,6 +111,21 @@ def test_a_profile_makes_the_next_start_warm(tmp_path: Path) -> None:
     assert profile.read_text() == before
 
 
+def test_a_warm_start_that_does_not_help_is_dropped(tmp_path: Path) -> None:
+    """The same text again: what was resident at its end helps, what was not does not."""
+    profile = tmp_path / "tiny.profile"
+    options = ["--hobbit-cache", "7MiB", "--hobbit-prefetch", "off", "--no-warmup", "--hobbit-profile", profile]
+    options += ["-no-cnv", "-p", "In the beginning", "-n", 40, "--temp", 0, "--ignore-eos"]
+    run("llama-completion", *options)
+    head, *resident = profile.read_text().splitlines()
+    others = {f"high {layer} {expert}" for layer in range(6) for expert in range(16)} - set(resident)
+
+    for experts, verdict in ((resident, "kept"), (sorted(others), "dropped")):
+        profile.write_text("\n".join([head, *experts]) + "\n")
+        run("llama-completion", *options, "--hobbit-stats", tmp_path / "stats")
+        assert f"{verdict} after the first tokens" in json.loads((tmp_path / "stats").read_text())["warm_start"]
+
+
 def test_warm_up_does_not_count(tmp_path: Path) -> None:
     files = [tmp_path / "with.json", tmp_path / "without.json"]
     for file, option in zip(files, (["--warmup"], ["--no-warmup"]), strict=True):
