@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
@@ -478,6 +479,11 @@ class Measurement:
                 f"{max_base_bytes // (per_token * per_chunk)} fits, or raise --max-base"
             )
         self.work.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.work / "lock", "w")  # held until this object goes
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{work}: another `hobbit quality` works there; --work names another folder") from None
         stat = model.stat()
         self._low_identity = None if low is None else [low.stat().st_size, low.stat().st_mtime_ns]
         self._text_hash = hashlib.sha256(text.read_bytes()).hexdigest()

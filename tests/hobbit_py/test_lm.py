@@ -54,7 +54,7 @@ def test_texts_longer_than_the_context_are_scored_in_windows() -> None:
         def __init__(self, *args: object) -> None:
             self.args = args
 
-    text = "In the beginning God created the heaven and the earth. " * 40
+    text = "In the beginning God created the heaven and the earth. " * 60
     with hobbit(logits_all=True) as model:
         lm = HobbitLM(model)
         (total,) = lm.loglikelihood_rolling([Request(text)])

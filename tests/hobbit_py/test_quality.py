@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 from pathlib import Path
@@ -218,6 +219,14 @@ def test_quality_wants_enough_text(tmp_path: Path) -> None:
     assert done.returncode == 1 and "512 tokens are needed" in done.stderr
     done = quality(tmp_path, "--settings", "fast")
     assert done.returncode == 2 and "setting 'fast'" in done.stderr
+
+
+def test_two_calls_do_not_share_a_work_folder(tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    with open(tmp_path / "w" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = quality(tmp_path, "--settings", "exact")
+    assert done.returncode == 1 and "another `hobbit quality` works there" in done.stderr
 
 
 def test_a_report_of_something_else_is_refused(tmp_path: Path) -> None:
