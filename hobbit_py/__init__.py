@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from hobbit_py.hobbit import ExpertReadError, Hobbit
+from hobbit_py.hobbit import Candidates, ExpertReadError, Hobbit
 from hobbit_py.stats import CacheStats, Counters, LayerStats, Placement, Pool
 
-__all__ = ["CacheStats", "Counters", "ExpertReadError", "Hobbit", "LayerStats", "Placement", "Pool"]
+__all__ = ["CacheStats", "Candidates", "Counters", "ExpertReadError", "Hobbit", "LayerStats", "Placement", "Pool"]

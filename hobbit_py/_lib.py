@@ -117,6 +117,18 @@ class StatsHead(ctypes.Structure):
     ]
 
 
+class CandidatesStruct(ctypes.Structure):
+    """struct hobbit_candidates."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("n", "layer", "precision")),
+        ("n_tokens", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("layers", "experts", "stamps", "last", "used", "high")),
+    ]
+
+
+CHOOSE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(CandidatesStruct))
+
 _ctx, _text, _size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "hobbit_option_get": ([ctypes.c_int], ctypes.POINTER(OptionStruct)),
@@ -127,6 +139,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "hobbit_sequence_begin": ([_ctx, ctypes.c_int32], None),
     "hobbit_resize": ([_ctx, _text, _text, _size], ctypes.c_bool),
     "hobbit_resident": ([_ctx, ctypes.POINTER(ctypes.c_int8), _size], _size),
+    "hobbit_set_policy": ([_ctx, ctypes.c_void_p, ctypes.c_void_p], None),
     "hobbit_stats_reset": ([_ctx], None),
     "hobbit_stats_json": ([_ctx, _text, _size], _size),
     "hobbit_counter_name": ([ctypes.c_int], _text),

@@ -112,6 +112,7 @@ class Hobbit(Llama):
         self._user_overrides = llama.pop("kv_overrides", None)
         self._progress = None if progress is None else _Progress(progress)
         self._stats_reader: _StatsReader | None = None
+        self._policy: _Policy | None = None
         self._engine_lock = threading.Lock()  # the C API wants one caller at a time per context, and close() must wait
 
         overrides = {**(self._user_overrides or {}), _lib.CONFIG_KEY: _lib.config_new(self._engine_options)}
@@ -191,6 +192,8 @@ class Hobbit(Llama):
         """Evaluates tokens; a failed read raises `ExpertReadError` and leaves the model as it was before the batch."""
         with _reading():
             super().eval(tokens)
+        if self._policy is not None:
+            self._policy.raise_error()
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         """As `Llama.generate`. The engine learns that a sequence begins: a cached prefix hides its position 0."""
@@ -202,7 +205,10 @@ class Hobbit(Llama):
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """As `Llama.embed`; a failed read raises `ExpertReadError`."""
         with _reading():
-            return super().embed(*args, **kwargs)
+            result = super().embed(*args, **kwargs)
+        if self._policy is not None:
+            self._policy.raise_error()
+        return result
 
     def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """As `Llama`'s, but an exception in a logits processor is kept for `sample`: it cannot pass through C."""
@@ -309,6 +315,43 @@ class Hobbit(Llama):
                 raise ValueError(os.fsdecode(error.value))
         self._engine_options["cache"] = cache
 
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """`with model.trace("run.trace"): ...` writes what the router chooses inside, and what the cache does about it.
+
+        `hobbit_py.trace.Trace.load` reads the file, `hobbit_py.replay` takes its decisions again with other settings.
+
+        Raises:
+            ValueError: the file cannot be written, or a trace of this model is being written already.
+        """
+        error = ctypes.create_string_buffer(1024)
+        with self._engine() as ctx:
+            if not _lib.lib.hobbit_trace_start(ctx, os.fsencode(path), error, len(error)):
+                raise ValueError(os.fsdecode(error.value))
+        try:
+            yield
+        finally:
+            if self._ctx.ctx is not None:  # closing the model closes the file
+                with self._engine() as ctx:
+                    if not _lib.lib.hobbit_trace_stop(ctx, error, len(error)):
+                        raise ValueError(os.fsdecode(error.value))
+
+    def set_policy(self, choose: Callable[[Candidates], int] | None) -> None:
+        """Which expert leaves the cache is decided by a Python function, for experiments; `None`: by `policy` again.
+
+        The function gets what may be evicted and returns an index into it. It runs for every eviction, while the model
+        computes, and must not call the model. What it raises is raised by the call that computes, after the batch.
+
+            model.set_policy(lambda candidates: int(candidates.stamps.argmin()))  # least recently used
+        """
+        policy = None if choose is None else _Policy(choose)
+        with self._engine() as ctx:
+            _lib.lib.hobbit_set_policy(
+                ctx, None if policy is None else ctypes.cast(policy.callback, ctypes.c_void_p), None
+            )
+            self._policy = policy  # C holds no reference
+            self._stats_reader = None
+
 
 def _guarded(processor: Callable[..., Any], errors: list[BaseException]) -> Callable[..., Any]:
     """A logits processor that keeps its exception and leaves the logits alone."""
@@ -341,6 +384,68 @@ class _Progress:
     def raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """What may be evicted to make room for one expert. Arrays have an entry per candidate and live as long as the call.
+
+    With several sequences in one step, `tokens`, `last`, `used` and `high` are the highest of them.
+    """
+
+    layer: int  # that needs the room, an index into `cache_stats().layers`
+    precision: str  # of all candidates, and of what comes: "low" or "high"
+    tokens: int  # in the sequence so far (T of the paper)
+    layers: npt.NDArray[np.int32]
+    experts: npt.NDArray[np.int32]
+    stamps: npt.NDArray[np.uint64]  # greater: touched later, by any sequence
+    last: npt.NDArray[np.uint32]  # token at which it was last used, 1 is the first, 0: never (R)
+    used: npt.NDArray[np.uint32]  # uses (F)
+    high: npt.NDArray[np.uint32]  # uses in high precision (H)
+
+
+class _Policy:
+    """A Python function as the C callback wants it; its exception is kept, and the configured policy decides."""
+
+    def __init__(self, choose: Callable[[Candidates], int]) -> None:
+        self._choose = choose
+        self._error: BaseException | None = None
+        self.callback = _lib.CHOOSE(self._call)
+
+    def _call(self, user: int | None, pointer: Any) -> int:
+        if self._error is not None:
+            return -1
+        raw = pointer.contents
+        try:
+            index = int(self._choose(_candidates(raw)))
+            if not 0 <= index < raw.n:
+                raise IndexError(f"the policy chose candidate {index} of {raw.n}")
+        except BaseException as error:  # KeyboardInterrupt included: it cannot pass through C
+            self._error = error
+            return -1
+        return index
+
+    def raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _candidates(raw: Any) -> Candidates:
+    def array(address: int, kind: Any) -> Any:
+        return np.frombuffer((ctypes.c_char * (raw.n * np.dtype(kind).itemsize)).from_address(address), dtype=kind)
+
+    return Candidates(
+        layer=raw.layer,
+        precision="high" if raw.precision == 2 else "low",
+        tokens=raw.n_tokens,
+        layers=array(raw.layers, np.int32),
+        experts=array(raw.experts, np.int32),
+        stamps=array(raw.stamps, np.uint64),
+        last=array(raw.last, np.uint32),
+        used=array(raw.used, np.uint32),
+        high=array(raw.high, np.uint32),
+    )
 
 
 class _StatsReader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import os
 import pickle
@@ -19,7 +20,8 @@ import numpy as np
 import pytest
 from hobbit_models import COMMON, LARGE, PROMPT, SMALL, greedy, high, hobbit, logits, low, run_python, stock
 
-from hobbit_py import ExpertReadError, Hobbit, _lib
+from hobbit_py import Candidates, ExpertReadError, Hobbit, _lib
+from hobbit_py.trace import Trace
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])
@@ -153,6 +155,62 @@ def test_delta_and_reset() -> None:
         assert s.resident_high > 0
         with pytest.raises(ValueError, match="reset"):
             _ = s - before
+
+
+def test_a_policy_in_python_decides_what_leaves() -> None:
+    options = {"low": low(), "deterministic": True, "prefetch": 0}
+    with hobbit(policy="lru", **options) as expected, hobbit(policy="lfu", **options) as model:
+        calls: list[Candidates] = []
+
+        def least_recently_used(candidates: Candidates) -> int:
+            assert (
+                candidates.layers.shape == candidates.experts.shape == candidates.stamps.shape == candidates.used.shape
+            )
+            assert (candidates.high <= candidates.used).all() and (candidates.last <= candidates.tokens).all()
+            calls.append(candidates)
+            return int(candidates.stamps.argmin())
+
+        model.set_policy(least_recently_used)
+        assert greedy(model, 24) == greedy(expected, 24)
+        ours, theirs = model.cache_stats().total, expected.cache_stats().total
+        assert dataclasses.replace(ours, stall_us=0) == dataclasses.replace(theirs, stall_us=0)
+        assert len(calls) == ours.evictions > 0
+        assert {c.precision for c in calls} == {"low", "high"}
+        assert (model.resident() == expected.resident()).all()
+        assert model.cache_stats().policy == model.placement.policy == "custom"
+
+        model.set_policy(None)
+        assert model.cache_stats().policy == "lfu"
+        greedy(model, 8, "In those days")
+        assert len(calls) == ours.evictions
+
+
+def test_an_exception_in_a_policy_is_raised_and_the_model_still_works() -> None:
+    with hobbit(deterministic=True) as model:
+        expected = greedy(model)
+        model.set_policy(lambda candidates: candidates.experts.size)
+        with pytest.raises(IndexError, match=r"the policy chose candidate \d+ of \d+"):
+            greedy(model, prompt="In those days")
+        model.set_policy(None)
+        model.reset()
+        assert greedy(model) == expected
+
+
+def test_a_trace_holds_what_happened_inside_the_block(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    with hobbit(low=low()) as model:
+        greedy(model, 4)
+        with model.stats_delta() as delta, model.trace(path):
+            greedy(model, 8, "In those days")
+            with pytest.raises(ValueError, match="a trace of this model is being written already"), model.trace(path):
+                pass
+        greedy(model, 4)
+        routes = list(Trace.load(path).routes())
+        assert len(routes) == delta.stats.steps * model.placement.n_layer
+        selected = sum(route.given.size for route in routes)
+        assert selected == delta.stats.total.selected
+        with pytest.raises(ValueError, match="no such folder"), model.trace(tmp_path / "no such folder" / "run.trace"):
+            pass
 
 
 def test_a_second_thread_reads_statistics_during_generation() -> None:

@@ -168,6 +168,24 @@ HOBBIT_API const char * hobbit_counter_name(int i); // NULL beyond the last
 // step; either may be NULL
 HOBBIT_API void hobbit_stats_read(struct hobbit_context * ctx, struct hobbit_stats_head * head, uint64_t * counters, char * resident);
 
+// a policy for experiments. What may be evicted to make room for an expert of a layer; arrays have n entries
+struct hobbit_candidates {
+    int32_t          n;
+    int32_t          layer;     // that needs the room, counted as in statistics
+    int32_t          precision; // of the slots: 1 low, 2 high
+    uint32_t         n_tokens;  // T, of the sequence; with several in one step the most
+    const int32_t *  layers;
+    const int32_t *  experts;
+    const uint64_t * stamps;    // greater: touched later, by any sequence
+    const uint32_t * last;      // R: token index of the last use in the sequence, 0: never; with several sequences the highest
+    const uint32_t * used;      // F: uses
+    const uint32_t * high;      // H: uses in high precision
+};
+// called for each eviction on the thread that called decode, while the model is locked: it must not call back. Returns the
+// index of the candidate that goes; -1 leaves it to the configured policy
+typedef int32_t (*hobbit_choose)(void * user, const struct hobbit_candidates * candidates);
+HOBBIT_API void hobbit_set_policy(struct hobbit_context * ctx, hobbit_choose choose, void * user); // NULL: the configured one again
+
 // what is in effect: files, types, slots, thresholds, policy
 HOBBIT_API size_t hobbit_placement_json(struct hobbit_context * ctx, char * buf, size_t buf_size);
 // writes what the router chooses and what the cache does about it to a file (docs/trace.md), from the next step on; of all

@@ -172,6 +172,13 @@ void hobbit_pool::rebuild() {
 }
 
 int hobbit_pool::victim(int layer, const hobbit_records * const * records, int n_records) {
+    if (chooser) {
+        heaps_valid = false; // nobody would clear them up
+        const int slot = chooser(layer, records, n_records);
+        if (slot >= 0 && slots[slot].key >= 0 && slots[slot].pins == 0) {
+            return slot;
+        }
+    }
     const bool by_records = params.policy != HOBBIT_POLICY_LRU && params.policy != HOBBIT_POLICY_FLD;
     if (params.policy == HOBBIT_POLICY_RANDOM) {
         return victim_random();

@@ -108,6 +108,8 @@ class hobbit_pool {
     uint64_t n_looked_at() const { return looked_at; } // slots considered in search of victims, so far
 
     std::function<double(int64_t key, int layer)> oracle; // of HOBBIT_POLICY_ORACLE: the lowest goes
+    // of hobbit_set_policy: the unpinned slot that goes; -1 leaves it to the configured policy
+    std::function<int(int layer, const hobbit_records * const * records, int n_records)> chooser;
 
   private:
     struct slot_info {

@@ -585,7 +585,7 @@ static void refresh_labels(hobbit_context & ctx) {
     const hobbit_model & model = *ctx.model;
     hobbit_stats_labels labels = {};
     labels.rule        = hobbit_rule_name(model.config.thresholds.rule);
-    labels.policy      = hobbit_policy_name(model.config.policy.policy);
+    labels.policy      = model.custom_policy ? "custom" : hobbit_policy_name(model.config.policy.policy);
     labels.cache_bytes = model.bytes();
     labels.warm        = model.warm;
     labels.prefetch    = hobbit_format("depth %d, %s", model.governor.depth(),
@@ -995,16 +995,97 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
 }
 
 bool hobbit_resize(hobbit_context * ctx, const char * cache, char * err, size_t err_size) {
-    const int32_t handle = hobbit_config_new();
+    static std::mutex    mutex;
+    static const int32_t handle = hobbit_config_new(); // one for all, since handles are never freed
     hobbit_config config;
-    if (!hobbit_config_set(handle, "cache", cache, err, err_size) || !hobbit_config_get(handle, config)) {
-        return false;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (!hobbit_config_set(handle, "cache", cache, err, err_size) || !hobbit_config_get(handle, config)) {
+            return false;
+        }
     }
     std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
     std::string why;
     const bool  ok = resize(*ctx->model, config, why);
     refresh_labels(*ctx);
     return ok || hobbit_fail(err, err_size, why);
+}
+
+static int choose_victim(const hobbit_model & model, int precision, hobbit_choose choose, void * user,
+        int layer, const hobbit_records * const * records, int n_records) {
+    const hobbit_pool & pool = *model.pools[precision].pool;
+
+    thread_local std::vector<int>      slots;
+    thread_local std::vector<int32_t>  layers, experts;
+    thread_local std::vector<uint64_t> stamps;
+    thread_local std::vector<uint32_t> last, used, high;
+    slots.clear();
+    layers.clear();
+    experts.clear();
+    stamps.clear();
+    last.clear();
+    used.clear();
+    high.clear();
+
+    const int n_expert = model.store.n_expert();
+    for (int slot = 0; slot < pool.n_slots(); ++slot) {
+        const int64_t key = pool.key_at(slot);
+        if (key < 0 || pool.pins(slot) > 0) {
+            continue;
+        }
+        hobbit_records::entry entry;
+        for (int i = 0; i < n_records; ++i) {
+            const hobbit_records::entry & e = records[i]->entries[key];
+            entry.last = std::max(entry.last, e.last);
+            entry.used = std::max(entry.used, e.used);
+            entry.high = std::max(entry.high, e.high);
+        }
+        slots  .push_back(slot);
+        layers .push_back((int32_t) (key / n_expert));
+        experts.push_back((int32_t) (key % n_expert));
+        stamps .push_back(pool.stamp(slot));
+        last   .push_back(entry.last);
+        used   .push_back(entry.used);
+        high   .push_back(entry.high);
+    }
+    if (slots.empty()) {
+        return -1;
+    }
+    hobbit_candidates candidates = {};
+    candidates.n         = (int32_t) slots.size();
+    candidates.layer     = layer;
+    candidates.precision = HOBBIT_PRECISION_LOW + precision;
+    for (int i = 0; i < n_records; ++i) {
+        candidates.n_tokens = std::max(candidates.n_tokens, records[i]->n_tokens);
+    }
+    candidates.layers  = layers .data();
+    candidates.experts = experts.data();
+    candidates.stamps  = stamps .data();
+    candidates.last    = last   .data();
+    candidates.used    = used   .data();
+    candidates.high    = high   .data();
+
+    const int32_t i = choose(user, &candidates);
+    return i >= 0 && i < candidates.n ? slots[i] : -1;
+}
+
+void hobbit_set_policy(hobbit_context * ctx, hobbit_choose choose, void * user) {
+    hobbit_model & model = *ctx->model;
+    std::lock_guard<std::mutex> lock(model.step_mutex);
+
+    model.custom_policy = choose != nullptr;
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        if (!model.uses(p)) {
+            continue;
+        }
+        model.pools[p].pool->chooser = nullptr;
+        if (choose) {
+            model.pools[p].pool->chooser = [&model, p, choose, user](int layer, const hobbit_records * const * records, int n_records) {
+                return choose_victim(model, p, choose, user, layer, records, n_records);
+            };
+        }
+    }
+    refresh_labels(*ctx);
 }
 
 size_t hobbit_resident(hobbit_context * ctx, int8_t * out, size_t n) {
@@ -1051,7 +1132,7 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
             hobbit_quoted(model.store.arch).c_str(), model.store.n_layer(), model.store.n_expert(), model.n_expert_used);
     text += hobbit_format("\"precision\": \"%s\", \"t1\": %g, \"t2\": %g, \"renormalise\": %s, \"deterministic\": %s, \"policy\": \"%s\", ",
             hobbit_rule_name(config.thresholds.rule), config.thresholds.t1, config.thresholds.t2, config.renormalise ? "true" : "false",
-            config.deterministic ? "true" : "false", hobbit_policy_name(config.policy.policy));
+            config.deterministic ? "true" : "false", model.custom_policy ? "custom" : hobbit_policy_name(config.policy.policy));
     text += hobbit_format("\"cache_bytes\": %zu, \"sizing\": %s, \"ring_places\": %d, \"ring_place_bytes\": %zu, \"io_threads\": %d, \"io\": %s, ",
             model.bytes(), hobbit_quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads, hobbit_quoted(model.io).c_str());
     text += hobbit_format("\"prefetch\": %s, \"pools\": [", hobbit_quoted(ctx->labels.prefetch).c_str());
