@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -24,11 +25,12 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page. Messages that are no answers are thrown away."""
+    """One page."""
 
     def __init__(self, program: str) -> None:
         self._ids = itertools.count(1)
         self._rest = b""
+        self._events: set[str] = set()
         self._session: str | None = None
         self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         their_in, our_out = os.pipe()
@@ -77,29 +79,41 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
-            answer = json.loads(self._receive())
+            answer = self._receive()
             if answer.get("id") == number:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def _receive(self) -> bytes:
+    def _receive(self) -> dict[str, Any]:
+        """The next message; of events only the name is kept."""
         while b"\0" not in self._rest:
+            if not select.select([self._in], [], [], 120)[0]:
+                raise RuntimeError("the browser says nothing for two minutes")
             piece = os.read(self._in, 1 << 16)
             if not piece:
                 raise RuntimeError("the browser ended")
             self._rest += piece
-        message, _, self._rest = self._rest.partition(b"\0")
+        text, _, self._rest = self._rest.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
+        self._events.add(message.get("method", ""))
         return message
 
-    def open(self, url: str, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+    def open(self, url: str, **look: Any) -> None:
+        self.look(**look)
+        self._events.clear()
+        self.call("Page.navigate", url=url)
+        while "Page.loadEventFired" not in self._events:
+            self._receive()
+
+    def look(self, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+        """Sets the window's size in CSS pixels, and the colour scheme that the user prefers."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=url)
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression; a promise is awaited.

@@ -56,10 +56,15 @@ def wait_for(browser: Browser, condition: str) -> None:
     browser.evaluate(script)
 
 
-def picture(browser: Browser, name: str) -> None:
+def pictures(browser: Browser) -> None:
     folder = os.environ.get("HOBBIT_SCREENSHOTS")
-    if folder:
-        browser.screenshot(Path(folder) / f"{name}.png")
+    looks: dict[str, dict[str, Any]] = {"light": {}, "dark": {"dark": True}, "phone": {"width": 390, "height": 844}}
+    for name, look in looks.items() if folder else ():
+        browser.look(**look)
+        browser.evaluate("window.seen = last")
+        wait_for(browser, "last !== window.seen")  # drawn with the new colours
+        browser.screenshot(Path(folder or "") / f"{name}.png")
+    browser.look()
 
 
 def steps_shown(running: Server) -> str:
@@ -75,7 +80,7 @@ def test_the_page_shows_the_servers_numbers_during_a_generation_and_after_it(bro
         browser.open(running.url + "/hobbit?interval=100")
         wait_for(browser, "last")
         assert shown(browser)["totals"]["lookups"] == 0
-        answer = pool.submit(running.complete, "In the beginning", 1500)
+        answer = pool.submit(running.complete, "In the beginning", 1000)
 
         readings = []
         while not answer.done():
@@ -87,8 +92,8 @@ def test_the_page_shows_the_servers_numbers_during_a_generation_and_after_it(bro
             for name in COUNTS:
                 assert before[name] <= page["totals"][name] <= after["total"][name]
             readings.append((page, after))
-            if len(readings) == 8:
-                picture(browser, "light")
+            if page["state"] == "generating" and [p["state"] for p, _ in readings].count("generating") == 15:
+                pictures(browser)
         busy = [page for page, _ in readings if page["state"] == "generating"]
         assert len(busy) > 3
         assert all(page["tps"] > 0 and page["hit"].endswith("%") for page in busy[1:])
@@ -139,4 +144,3 @@ def test_the_page_resizes_the_cache_and_shows_why_it_cannot(browser: Browser) ->
 
         wide = browser.evaluate("document.documentElement.scrollWidth")
         assert wide <= 390, f"a phone 390 wide would scroll sideways to {wide}"
-        picture(browser, "phone-empty")
