@@ -181,8 +181,8 @@ def serve(
     deterministic: Deterministic = False,
     more: Set = None,
 ) -> None:
-    """Start llama-server with an expert cache. Other options go to it as they are: --port 8080 --api-key KEY"""
-    arguments = [str(_lib.program("llama-server")), "--model", str(model)]
+    """Start llama-server with an expert cache, a page at /hobbit and /metrics. Other options go to it: --port 8080"""
+    arguments = [str(_lib.program("llama-server")), "--model", str(model), "--metrics"]
     options = {"cache": cache, **_options(low, precision, t1, t2, policy, deterministic, more)}
     _lib.config_new(options)  # refuses here, with one line, what the server would refuse after its banner
     for name, value in options.items():

@@ -234,8 +234,14 @@ class Decoder:
             self.log.append(text.decode(errors="replace"))
 
         self.keep = keep
-        llama_cpp.llama_log_set(keep, ctypes.c_void_p(0))
         lib = ctypes.CDLL(str(BUILD / "bin/libllama.so"))
+        lib.llama_log_set.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        lib.llama_log_get.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p)]
+        self.lib = lib
+        # whoever loaded the library before, as hobbit_py does, reads its errors from the log
+        self.log_before = (ctypes.c_void_p(), ctypes.c_void_p())
+        lib.llama_log_get(*map(ctypes.byref, self.log_before))
+        lib.llama_log_set(ctypes.cast(keep, ctypes.c_void_p), None)
         handle = lib.hobbit_config_new()
         err = ctypes.create_string_buffer(1024)
         for name, value in options.items():
@@ -259,7 +265,7 @@ class Decoder:
     def close(self) -> None:
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)
-        self.api.llama_log_set(self.api.llama_log_callback(0), ctypes.c_void_p(0))
+        self.lib.llama_log_set(*self.log_before)
 
 
 def test_a_file_that_shrinks_while_running_fails_the_decode_call(tmp_path: Path) -> None:
@@ -278,3 +284,6 @@ def test_a_file_that_shrinks_while_running_fails_the_decode_call(tmp_path: Path)
         assert decoder.decode(8, 9, 10) == -3
     finally:
         decoder.close()
+    now = (ctypes.c_void_p(), ctypes.c_void_p())
+    decoder.lib.llama_log_get(*map(ctypes.byref, now))
+    assert [pointer.value for pointer in now] == [pointer.value for pointer in decoder.log_before]

@@ -171,3 +171,47 @@ def test_interrupted_programs_still_print_the_table(tool: str, options: list[obj
         process.kill()
     assert "hobbit: expert cache\n" in err
     assert re.search(r"^  hit rate ", err, re.MULTILINE)
+
+
+def bench(*options: object) -> list[dict[str, object]]:
+    done = run("llama-bench", "-p", 0, "-n", 4, "-r", 1, "-t", 2, "-o", "json", *options)
+    rows: list[dict[str, object]] = json.loads(done.stdout)
+    return rows
+
+
+def test_bench_takes_lists_and_reports_what_the_cache_did() -> None:
+    rows = bench(
+        "--hobbit-cache", "off,4MiB", "--hobbit-low", LOW, "--hobbit-policy", "lru,lfu", "--hobbit-prefetch", 0
+    )
+    settings = [(row["hobbit_cache"], row["hobbit_policy"], row["hobbit_prefetch"]) for row in rows]
+    assert settings == [("off", "", ""), ("4MiB", "lru", "0"), ("4MiB", "lfu", "0")]
+    assert rows[0]["hobbit_hit_rate"] is None and rows[0]["hobbit_bytes_per_token"] is None
+    for row in rows[1:]:
+        assert 0 < row["hobbit_hit_rate"] < 1 and row["hobbit_bytes_per_token"] > 0 and row["hobbit_stall_share"] >= 0
+    lists = (
+        ("precision", "high,low"),
+        ("t1", "0.5,0.6"),
+        ("t2", "0.9,1"),
+        ("weights", "1/0/0/0,0/1/0/0"),
+        ("check", "0,1"),
+    )
+    for name, values in lists:
+        rows = bench("--hobbit-cache", "4MiB", "--hobbit-low", LOW, f"--hobbit-{name}", values)
+        assert [str(row[f"hobbit_{name}"]).replace(",", "/") for row in rows] == values.split(",")
+
+
+def test_bench_without_our_options_has_upstreams_fields_only() -> None:
+    (row,) = bench()
+    assert row.keys() and not [name for name in row if "hobbit" in name]
+
+
+def test_bench_says_why_a_cache_will_not_do() -> None:
+    for options, why in (
+        (("--hobbit-cache", "4KiB"), r"the smallest setting that works is --hobbit-cache \d+KiB"),
+        (("--hobbit-policy", "lru,best"), "--hobbit-policy"),
+        (("--hobbit-cash", "4MiB"), "no option --hobbit-cash"),
+    ):
+        done = subprocess.run(
+            command("llama-bench", "-p", 0, "-n", 4, *options), env=clean_environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 1 and re.search(why, done.stderr), done.stderr
