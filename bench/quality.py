@@ -60,7 +60,8 @@ def layered(variants: Variants, base: str, other: str, layers: set[int], out: Pa
     first = readers[base]
     writer = gguf.GGUFWriter(out.with_suffix(".tmp"), first.fields["general.architecture"].contents())
     for field in first.fields.values():
-        if not field.name.startswith(("GGUF.", "hobbit.pair.sha256")) and field.name != "general.architecture":
+        # the writer has an alignment of its own
+        if not field.name.startswith(("GGUF.", "hobbit.pair.sha256", "general.a")):
             is_array = field.types[0] == gguf.GGUFValueType.ARRAY
             writer.add_key_value(field.name, field.contents(), field.types[0], field.types[1] if is_array else None)
     for t in first.tensors:
