@@ -179,7 +179,7 @@ def test_a_cache_larger_than_memory_is_refused_only_if_the_experts_would_fill_it
         ("precision", "medium", "hobbit, high, low or article"),
         ("t1", "1.5", "0 to 1"),
         ("t2", "-0.5", "0 to 1"),
-        ("policy", "random", "lru"),
+        ("policy", "newest", "lru"),
         ("weights", "1,2", "recency"),
         ("low-share", "0", "0.01"),
         ("io-threads", "0", "1 to 64"),

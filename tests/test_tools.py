@@ -114,7 +114,7 @@ def test_a_profile_makes_the_next_start_warm(tmp_path: Path) -> None:
 def test_a_warm_start_that_does_not_help_is_dropped(tmp_path: Path) -> None:
     """The same text again: what was resident at its end helps, what was not does not."""
     profile = tmp_path / "tiny.profile"
-    options = ["--hobbit-cache", "7MiB", "--hobbit-prefetch", "off", "--no-warmup", "--hobbit-profile", profile]
+    options = ["--hobbit-cache", "26MiB", "--hobbit-prefetch", "off", "--no-warmup", "--hobbit-profile", profile]
     options += ["-no-cnv", "-p", "In the beginning", "-n", 40, "--temp", 0, "--ignore-eos"]
     run("llama-completion", *options)
     head, *resident = profile.read_text().splitlines()
