@@ -64,12 +64,12 @@ RunExact = Callable[..., Exact]
 
 @pytest.fixture(scope="session")
 def exact() -> RunExact:
-    """exact(model, "--prompt", 200, ...): run hobbit-exact on a model."""
+    """exact(model, "--prompt", 200, ..., HOBBIT_SIM_SEED=2): run hobbit-exact on a model."""
 
-    def run(model: Path, *arguments: object) -> Exact:
+    def run(model: Path, *arguments: object, **environment: object) -> Exact:
         done = subprocess.run(
             [str(program("hobbit-exact")), "--model", str(model), *map(str, arguments)],
-            env=clean_environment(),
+            env=clean_environment(**{k: str(v) for k, v in environment.items()}),
             capture_output=True,
             text=True,
             timeout=300,

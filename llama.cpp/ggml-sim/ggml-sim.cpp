@@ -434,6 +434,11 @@ struct sim_graph {
 
         copies_map copies;
         for (int i = 0; i < from->n_nodes; ++i) {
+            // the scheduler leaves views of the host's tensors where they stand: nothing to compute
+            if (ggml_op_is_empty(from->nodes[i]->op) && !is_on(device, from->nodes[i])) {
+                continue;
+            }
+            check(device, from->nodes[i]);
             ggml_tensor * node = copy(device, from->nodes[i], copies, true);
             graph->nodes[graph->n_nodes++] = node;
             if (from->use_counts) {
@@ -447,16 +452,28 @@ struct sim_graph {
     sim_graph(const sim_graph &) = delete;
     ~sim_graph() { ggml_free(ctx); }
 
+    static bool is_on(const sim_device * device, const ggml_tensor * tensor) {
+        const sim_buffer * buffer = sim_buffer_of(tensor);
+        return ggml_nelements(tensor) == 0 || (buffer && buffer->device == device);
+    }
+
+    static void check(const sim_device * device, const ggml_tensor * node) {
+        bool ok = is_on(device, node);
+        for (const ggml_tensor * src : node->src) {
+            ok = ok && (!src || is_on(device, src));
+        }
+        if (!ok && ggml_nelements(node) > 0) {
+            GGML_ABORT("%s: %s (%s) or one of its sources is not in the memory of this device", device->name.c_str(), node->name, ggml_op_name(node->op));
+        }
+    }
+
     // with_src: a node; of a source only the place counts, not where it came from
     ggml_tensor * copy(const sim_device * device, const ggml_tensor * from, copies_map & copies, bool with_src) {
         const auto it = copies.find(from);
         if (it != copies.end()) {
             return it->second;
         }
-        const sim_buffer * buffer = sim_buffer_of(from);
-        if (ggml_nelements(from) > 0 && (!buffer || buffer->device != device)) {
-            GGML_ABORT("%s: %s (%s) is not in the memory of this device", device->name.c_str(), from->name, ggml_op_name(from->op));
-        }
+        const sim_buffer * buffer = is_on(device, from) ? sim_buffer_of(from) : nullptr;
         tensors.push_back(*from);
         ggml_tensor * to = &tensors.back();
         copies[from] = to;

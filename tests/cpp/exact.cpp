@@ -9,6 +9,9 @@
 // Exit code: 0 equal, 1 different (or logits that mean nothing), 2 the comparison could not be made, 3 the managed load
 // was refused; "refused" in the JSON says why.
 //
+// With --sim N the managed model runs on N simulated accelerators (ggml-sim; HOBBIT_SIM_* say how they behave), all layers
+// there, the reference on the CPU as ever.
+//
 // Without hobbit.h in the include path it compiles against unpatched llama.cpp and knows only --stock-only-dump and
 // --swap-experts.
 
@@ -19,6 +22,11 @@
 #if __has_include("hobbit.h")
 #    include "hobbit.h"
 #    define HAVE_HOBBIT 1
+#endif
+
+#if __has_include("ggml-sim.h")
+#    include "ggml-sim.h"
+#    define HAVE_SIM 1
 #endif
 
 #include <algorithm>
@@ -48,6 +56,7 @@ static void usage(FILE * out) {
         "  --managed FILE        load this one managed: the same weights in other files, such as the base of a pair\n"
         "  --prompt N            tokens of the prompt (default 64)\n"
         "  --generate N          greedy steps after it (default 16)\n"
+        "  --sequences N         that many at once, each with its own prompt (default 1)\n"
         "  --outputs WHICH       logits of all tokens of the prompt, or of the last one (default all)\n"
         "  --ubatch N[,N...]     one comparison for each (default 512)\n"
         "  --threads N           (default 2)\n"
@@ -55,7 +64,9 @@ static void usage(FILE * out) {
         "  --seed N              of the token ids (default 1)\n"
         "  --cache SIZE          as --hobbit-cache, or P% of all expert bytes, or min: the smallest that the engine accepts\n"
         "  --hobbit NAME=VALUE   any other option of the engine; may be repeated\n"
-        "  --versus SIZE         compare with the same managed model under this cache, not with stock\n"
+        "  --sim N               run the managed model on N simulated accelerators\n"
+        "  --device-cache SIZE   as --hobbit-device-cache, or P% of all expert bytes (default 100%)\n"
+        "  --versus SIZE         compare with the same managed model under this cache (on the CPU), not with stock\n"
         "  --swap-experts FILE   instead: stock against a copy (FILE, deleted afterwards) with experts 0 and 1 exchanged;\n"
         "                        0 if that changes the logits, 1 if not\n"
         "  --stock-only-dump FILE  instead: write the logits of the stock model, F32, row after row\n"
@@ -68,12 +79,15 @@ struct options {
     std::string      managed; // the same weights in other files, such as the base of a pair
     int              prompt     = 64;
     int              generate   = 16;
+    int              sequences  = 1;
     bool             last_only  = false;
     std::vector<int> ubatches   = { 512 };
     int              threads    = 2;
     std::string      flash_attn = "auto";
     unsigned         seed       = 1;
     std::string      cache      = "min";
+    int              sim        = 0;
+    std::string      device_cache = "100%";
     std::string      versus;
     std::string      swap_copy;
     std::string      dump;
@@ -129,6 +143,7 @@ static options parse(int argc, char ** argv) {
         else if (name == "--managed")         { o.managed    = value; }
         else if (name == "--prompt")          { o.prompt     = parse_int(value, 1); }
         else if (name == "--generate")        { o.generate   = parse_int(value, 0); }
+        else if (name == "--sequences")       { o.sequences  = parse_int(value, 1); }
         else if (name == "--outputs") {
             if (value != "all" && value != "last") {
                 throw error("--outputs takes all or last, not '" + value + "'");
@@ -140,6 +155,8 @@ static options parse(int argc, char ** argv) {
         else if (name == "--flash-attn")      { o.flash_attn = value; }
         else if (name == "--cache")           { o.cache      = value; }
         else if (name == "--versus")          { o.versus     = value; }
+        else if (name == "--sim")             { o.sim        = parse_int(value, 1); }
+        else if (name == "--device-cache")    { o.device_cache = value; }
         else if (name == "--swap-experts")    { o.swap_copy  = value; }
         else if (name == "--stock-only-dump") { o.dump       = value; }
         else if (name == "--ubatch")          { o.ubatches   = parse_list(value); }
@@ -304,18 +321,40 @@ using context_ptr = std::unique_ptr<llama_context, decltype(&llama_free)>;
 
 static bool use_repack = false;
 
-static llama_model * load_with(const std::string & path, const llama_model_kv_override * overrides) {
+// accelerators of this process; a model that is not told of them does not use them
+static std::vector<ggml_backend_dev_t> sim_devices;
+
+#ifdef HAVE_SIM
+static void start_sim(int n) {
+    ggml_sim_params params = ggml_sim_params_default();
+    params.n_devices = n;
+    ggml_backend_reg_t reg = ggml_sim_init(&params);
+    ggml_backend_register(reg);
+    for (int i = 0; i < n; ++i) {
+        sim_devices.push_back(ggml_backend_reg_dev_get(reg, i));
+    }
+    sim_devices.push_back(nullptr);
+}
+#endif
+
+static llama_model * load_with(const std::string & path, const llama_model_kv_override * overrides, bool on_sim) {
     llama_model_params params = llama_model_default_params();
     params.load_mode       = LLAMA_LOAD_MODE_NONE;
     params.use_extra_bufts = use_repack; // repacked weights give other bits
     params.n_gpu_layers    = 0;
     params.kv_overrides    = overrides;
+    static ggml_backend_dev_t no_devices[] = { nullptr };
+    params.devices = no_devices;
+    if (on_sim && !sim_devices.empty()) {
+        params.devices      = sim_devices.data();
+        params.n_gpu_layers = -1; // all
+    }
     log_errors.clear();
     return llama_model_load_from_file(path.c_str(), params);
 }
 
 static model_ptr load_stock(const std::string & path) {
-    model_ptr model(load_with(path, nullptr), llama_model_free);
+    model_ptr model(load_with(path, nullptr, false), llama_model_free);
     if (!model) {
         throw error(path + ": stock does not load it: " + log_errors);
     }
@@ -324,10 +363,20 @@ static model_ptr load_stock(const std::string & path) {
 
 #ifdef HAVE_HOBBIT
 
-static llama_model * try_managed(const options & o, const std::string & cache) {
+// P% of all expert bytes, as a size
+static std::string resolve(const options & o, const std::string & size) {
+    if (size.empty() || size.back() != '%') {
+        return size;
+    }
+    const double bytes = std::ceil(expert_bytes_of(o.model)*parse_int(size.substr(0, size.size() - 1), 1)/100.0);
+    return std::to_string((uint64_t) bytes) + "B";
+}
+
+static llama_model * try_managed(const options & o, const std::string & cache, bool on_sim) {
     char          err[1024];
     const int32_t config = hobbit_config_new();
     bool ok = hobbit_config_set(config, "cache", cache.c_str(), err, sizeof(err));
+    ok = ok && hobbit_config_set(config, "device-cache", resolve(o, o.device_cache).c_str(), err, sizeof(err));
     for (const auto & [name, value] : o.hobbit) {
         ok = ok && hobbit_config_set(config, name.c_str(), value.c_str(), err, sizeof(err));
     }
@@ -338,17 +387,14 @@ static llama_model * try_managed(const options & o, const std::string & cache) {
     snprintf(overrides[0].key, sizeof(overrides[0].key), "%s", HOBBIT_CONFIG_KEY);
     overrides[0].tag     = LLAMA_KV_OVERRIDE_TYPE_INT;
     overrides[0].val_i64 = config;
-    return load_with(o.managed.empty() ? o.model : o.managed, overrides);
+    return load_with(o.managed.empty() ? o.model : o.managed, overrides, on_sim);
 }
 
 // `resolved` gets the size that was asked for in the end
-static model_ptr load_managed(const options & o, const std::string & cache, std::string & resolved) {
-    resolved = cache;
-    if (!cache.empty() && cache.back() == '%') {
-        const double bytes = std::ceil(expert_bytes_of(o.model)*parse_int(cache.substr(0, cache.size() - 1), 1)/100.0);
-        resolved = std::to_string((uint64_t) bytes) + "B";
-    } else if (cache == "min") {
-        if (try_managed(o, "1B") != nullptr) {
+static model_ptr load_managed(const options & o, const std::string & cache, bool on_sim, std::string & resolved) {
+    resolved = resolve(o, cache);
+    if (cache == "min") {
+        if (try_managed(o, "1B", on_sim) != nullptr) {
             throw error("a cache of one byte was accepted");
         }
         static const std::string mark = "--hobbit-cache ";
@@ -359,7 +405,7 @@ static model_ptr load_managed(const options & o, const std::string & cache, std:
         const size_t begin = at + mark.size();
         resolved = log_errors.substr(begin, log_errors.find_first_not_of("0123456789.KMGiB", begin) - begin);
     }
-    model_ptr model(try_managed(o, resolved), llama_model_free);
+    model_ptr model(try_managed(o, resolved, on_sim), llama_model_free);
     if (!model) {
         throw refused(log_errors);
     }
@@ -375,16 +421,20 @@ static model_ptr load_managed(const options & o, const std::string & cache, std:
 struct run_result {
     std::vector<llama_token> tokens; // what was fed
     std::vector<float>       logits; // a row for each that had to give one
-    int                      n_prompt = 0;
-    int                      n_vocab  = 0;
+    int                      n_sequences = 1;
+    int                      n_prompt    = 0; // tokens of each
+    int                      n_vocab     = 0;
     std::string              stats;  // JSON, if managed
+    std::string              sim;    // JSON, if on simulated accelerators
 };
 
 // follow: the run whose tokens to feed; NULL: choose them
 static run_result run(const options & o, llama_model * model, int ubatch, const run_result * follow, bool managed) {
+    const int n_seq = o.sequences;
     llama_context_params params = llama_context_default_params();
-    params.n_ctx           = o.prompt + o.generate;
-    params.n_batch         = std::max(o.prompt, ubatch);
+    params.n_ctx           = n_seq*GGML_PAD(o.prompt + o.generate, 256);
+    params.n_seq_max       = n_seq;
+    params.n_batch         = std::max(n_seq*o.prompt, ubatch);
     params.n_ubatch        = ubatch;
     params.n_threads       = o.threads;
     params.n_threads_batch = o.threads;
@@ -396,6 +446,7 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
     }
 
     run_result r;
+    r.n_sequences = n_seq;
     r.n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
 
     // a model without memory sees one batch, whole, and nothing after it
@@ -403,30 +454,40 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
     const int  n_generate = has_memory ? o.generate : 0;
     r.n_prompt            = has_memory ? o.prompt   : std::min(o.prompt, ubatch);
 
-    std::vector<llama_token> next(r.n_prompt);
+    std::vector<llama_token> next(n_seq*r.n_prompt); // sequence after sequence
     std::mt19937 random(o.seed);
     for (llama_token & token : next) {
         token = (llama_token) (random() % r.n_vocab);
     }
+#ifdef HAVE_SIM
+    const int n_sim = managed ? (int) sim_devices.size() - 1 : 0;
+    for (int i = 0; i < n_sim; ++i) {
+        ggml_sim_reset_stats(i);
+    }
+#endif
+    llama_pos pos = 0;
     for (int step = 0; step <= n_generate; ++step) {
         if (follow) {
             const auto from = follow->tokens.begin() + r.tokens.size();
             next.assign(from, from + next.size());
         }
-        llama_batch batch = llama_batch_init((int32_t) next.size(), 0, 1);
+        const int   n_each = (int) next.size()/n_seq;
+        llama_batch batch  = llama_batch_init((int32_t) next.size(), 0, 1);
         batch.n_tokens = (int32_t) next.size();
         for (int i = 0; i < batch.n_tokens; ++i) {
             batch.token   [i]    = next[i];
-            batch.pos     [i]    = (llama_pos) r.tokens.size();
+            batch.pos     [i]    = pos + i % n_each;
             batch.n_seq_id[i]    = 1;
-            batch.seq_id  [i][0] = 0;
-            batch.logits  [i]    = !o.last_only || i == batch.n_tokens - 1;
+            batch.seq_id  [i][0] = i/n_each;
+            batch.logits  [i]    = !o.last_only || i % n_each == n_each - 1;
             r.tokens.push_back(next[i]);
         }
+        pos += n_each;
         const int status = llama_decode(ctx.get(), batch);
         if (status != 0) {
             throw error("llama_decode: " + std::to_string(status) + " " + log_errors);
         }
+        next.clear();
         for (int i = 0; i < batch.n_tokens; ++i) {
             if (!batch.logits[i]) {
                 continue;
@@ -436,10 +497,23 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
                 throw error("no logits at token " + std::to_string(r.tokens.size()));
             }
             r.logits.insert(r.logits.end(), row, row + r.n_vocab);
+            if (i % n_each == n_each - 1) {
+                next.push_back((llama_token) (std::max_element(row, row + r.n_vocab) - row));
+            }
         }
         llama_batch_free(batch);
-        next = { (llama_token) (std::max_element(r.logits.end() - r.n_vocab, r.logits.end()) - (r.logits.end() - r.n_vocab)) };
     }
+#ifdef HAVE_SIM
+    for (int i = 0; i < n_sim; ++i) {
+        ggml_sim_stats stats;
+        ggml_sim_get_stats(i, &stats);
+        std::ostringstream out;
+        out << (i > 0 ? ", " : "") << "{\"copies_up\": " << stats.n_up << ", \"bytes_up\": " << stats.bytes_up
+            << ", \"copies_down\": " << stats.n_down << ", \"bytes_down\": " << stats.bytes_down << ", \"link_us\": " << stats.link_us
+            << ", \"graphs\": " << stats.n_graphs << ", \"compute_us\": " << stats.compute_us << "}";
+        r.sim += out.str();
+    }
+#endif
 #ifdef HAVE_HOBBIT
     hobbit_context * hobbit = hobbit_from_llama(ctx.get());
     if (managed != (hobbit != nullptr)) {
@@ -513,7 +587,7 @@ static std::string quote(const std::string & text) {
 static std::string to_json(const comparison & c, const run_result & a, const run_result & b, int ubatch) {
     std::ostringstream out;
     out << "{\"ubatch\": " << ubatch << ", \"equal\": " << (c.equal() ? "true" : "false")
-        << ", \"prompt\": " << a.n_prompt << ", \"generated\": " << a.tokens.size() - a.n_prompt
+        << ", \"prompt\": " << a.n_prompt << ", \"generated\": " << (a.tokens.size() - a.n_prompt*a.n_sequences)/a.n_sequences
         << ", \"logits\": " << a.logits.size() << ", \"different\": " << c.n_different
         << ", \"max_abs_diff\": " << c.max_abs_diff;
     if (c.n_different > 0) {
@@ -522,6 +596,9 @@ static std::string to_json(const comparison & c, const run_result & a, const run
     }
     if (!c.meaningless.empty()) {
         out << ", \"meaningless\": " << quote(c.meaningless);
+    }
+    if (!b.sim.empty()) {
+        out << ", \"sim\": [" << b.sim << "]";
     }
     if (!b.stats.empty()) {
         out << ", \"stats\": " << b.stats;
@@ -566,8 +643,8 @@ static int compare_swapped(const options & o) {
 static int compare_managed(const options & o) {
     std::string     cache;
     std::string     versus;
-    const model_ptr reference = o.versus.empty() ? load_stock(o.model) : load_managed(o, o.versus, versus);
-    const model_ptr managed   = load_managed(o, o.cache, cache);
+    const model_ptr reference = o.versus.empty() ? load_stock(o.model) : load_managed(o, o.versus, false, versus);
+    const model_ptr managed   = load_managed(o, o.cache, true, cache);
 
     bool        equal = true;
     std::string runs;
@@ -597,6 +674,14 @@ int main(int argc, char ** argv) {
     use_repack  = o.repack;
     llama_log_set(on_log, nullptr);
     llama_backend_init();
+    if (o.sim > 0) {
+#ifdef HAVE_SIM
+        start_sim(o.sim);
+#else
+        fprintf(stderr, "hobbit-exact: error: built without ggml-sim\n");
+        return EXIT_BROKEN;
+#endif
+    }
     try {
         if (!o.dump.empty()) {
             return dump_stock(o);

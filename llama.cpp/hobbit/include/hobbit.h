@@ -27,6 +27,8 @@
 extern "C" {
 #endif
 
+struct ggml_backend;
+struct ggml_backend_buffer_type;
 struct ggml_context;
 struct ggml_tensor;
 struct gguf_context;
@@ -48,7 +50,7 @@ struct hobbit_option {
     const char * help;
 };
 
-enum { HOBBIT_N_OPTIONS = 20 };
+enum { HOBBIT_N_OPTIONS = 21 };
 
 // the key of the integer KV override that carries a config handle into a model (and into --fit's trial loads)
 #define HOBBIT_CONFIG_KEY "hobbit.config"
@@ -78,8 +80,10 @@ HOBBIT_API struct hobbit_model * hobbit_model_new (int32_t config, const struct 
 HOBBIT_API void                  hobbit_model_free(struct hobbit_model * model);
 
 // shows every tensor of the model to the engine, with where its bytes are. fd is duplicated when needed.
+// buft: where llama.cpp would put it.
 // true: the engine manages it; give it a buffer, but do not allocate or load it (see hobbit_model_adopt)
-HOBBIT_API bool hobbit_model_add_tensor(struct hobbit_model * model, const struct ggml_tensor * meta, int fd, uint64_t offset);
+HOBBIT_API bool hobbit_model_add_tensor(struct hobbit_model * model, const struct ggml_tensor * meta, int fd, uint64_t offset,
+                                        struct ggml_backend_buffer_type * buft);
 // binds the tensor that the graph will use: sets data (to memory that must never be read) and extra
 HOBBIT_API void hobbit_model_adopt(struct hobbit_model * model, struct ggml_tensor * tensor);
 // true if this tensor was adopted by any model
@@ -94,6 +98,9 @@ HOBBIT_API bool   hobbit_model_finish(struct hobbit_model * model, const struct 
 // bytes of host memory that the cache may take
 HOBBIT_API size_t hobbit_model_bytes(const struct hobbit_model * model);
 
+// bytes of the i-th device's memory that the cache takes, and of which type; 0: there are not so many devices
+HOBBIT_API size_t hobbit_model_device_bytes(const struct hobbit_model * model, int i, struct ggml_backend_buffer_type ** buft);
+
 // the file with the high-precision experts that a pair's base file names, or NULL if the model is one ordinary file
 HOBBIT_API const char * hobbit_model_pair_high(const struct hobbit_model * model);
 // whether that file, whose header is meta, was written for this base file
@@ -107,6 +114,8 @@ HOBBIT_API struct hobbit_context * hobbit_context_new (struct hobbit_model * mod
 HOBBIT_API void                    hobbit_context_free(struct hobbit_context * ctx);
 // host memory that computing n_tokens at once will touch when it first happens: a cache of automatic size makes room for it then
 HOBBIT_API void                    hobbit_context_reserved(struct hobbit_context * ctx, size_t bytes, int32_t n_tokens);
+// tells the context of a backend that computes its graphs; each one, before the first step
+HOBBIT_API void                    hobbit_context_add_backend(struct hobbit_context * ctx, struct ggml_backend * backend);
 
 // what the step knows of its ubatch; arrays have n_tokens entries, pos and output may be NULL
 struct hobbit_ubatch {
@@ -127,11 +136,14 @@ HOBBIT_API void hobbit_sequence_begin(struct hobbit_context * ctx, int32_t seq_i
 //   ids      I32 [n_expert_used, n_tokens], any strides
 //   weights  F32 [1, n_expert_used, n_tokens], final gate weights
 //   cur      F32 [n_embd, n_tokens], the router's input if that is the normalised FFN input, else NULL: no prediction then
-// returns F32 [1, n_expert_used, n_tokens]: the weights, 0 where an expert is skipped
+// returns F32 [1, n_expert_used, n_tokens]: the weights, 0 where an expert is skipped. Where the layer is computed on a device it
+// is a view of a tensor that holds the ids too
 HOBBIT_API struct ggml_tensor * hobbit_build_route(struct hobbit_context * ctx, struct ggml_context * ctx0,
         struct ggml_tensor * w, struct ggml_tensor * ids, struct ggml_tensor * weights, struct ggml_tensor * cur);
-// makes a MUL_MAT_ID node over a managed weight depend on the route node of its layer
-HOBBIT_API void hobbit_attach_route(struct ggml_tensor * mul_mat_id, struct ggml_tensor * route);
+// makes a MUL_MAT_ID node over a managed weight depend on what hobbit_build_route returned for its layer. Returns the node to use
+// in its place: itself, or, where the layer is computed on a device, one over the experts there
+HOBBIT_API struct ggml_tensor * hobbit_attach_route(struct hobbit_context * ctx, struct ggml_context * ctx0,
+        struct ggml_tensor * mul_mat_id, struct ggml_tensor * route);
 
 //
 // control and statistics

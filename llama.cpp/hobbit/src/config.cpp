@@ -17,6 +17,10 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "memory for routed experts, in MiB or with a unit (512MiB, 4GiB), or auto: what the memory limit of the process's\n"
         "cgroup leaves once the other weights are loaded, minus 1/8 of the limit (at least 96 MiB). Any --hobbit option\n"
         "turns expert caching on (default: auto)"),
+    HOBBIT_OPTION("device-cache", "DEVICE_CACHE", "SIZE",
+        "memory on the GPUs for routed experts of the layers that --n-gpu-layers puts there, all GPUs together; auto: what is\n"
+        "free once the other weights are loaded, minus 1/4 of each GPU's memory (at least 512 MiB); off: the CPU computes\n"
+        "experts (default: auto)"),
     HOBBIT_OPTION("low", "LOW", "FILE",
         "GGUF of the same model whose experts serve as the low-precision copies; any shard of a sharded file"),
     HOBBIT_OPTION("precision", "PRECISION", "RULE",
@@ -217,6 +221,11 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
         ok   = is_auto || parse_size(value, c->cache_bytes);
         c->cache_auto = ok ? is_auto : c->cache_auto;
         want = "auto, or a size such as 512MiB or 4GiB (a bare number is MiB)";
+    } else if (is("device-cache")) {
+        c->device_cache_auto = strcasecmp(value, "auto") == 0;
+        c->device_cache_off  = strcasecmp(value, "off")  == 0;
+        ok   = c->device_cache_auto || c->device_cache_off || parse_size(value, c->device_cache_bytes);
+        want = "auto, off, or a size such as 512MiB or 4GiB (a bare number is MiB)";
     } else if (is("low")) {
         c->low_path = value;
         ok   = value[0] != '\0';

@@ -27,6 +27,9 @@ enum hobbit_repack : int8_t {
 struct hobbit_config {
     bool        cache_auto  = true;
     uint64_t    cache_bytes = 0; // when not auto
+    bool        device_cache_auto  = true;
+    bool        device_cache_off   = false;
+    uint64_t    device_cache_bytes = 0; // when neither
     std::string low_path;        // "": no low-precision file named
 
     bool              rule_set   = false; // else: hobbit with a low file, high without

@@ -98,8 +98,12 @@ bool hobbit_model_check_high(const hobbit_model * model, const gguf_context * me
     return true;
 }
 
-bool hobbit_model_add_tensor(hobbit_model * model, const ggml_tensor * meta, int fd, uint64_t offset) {
-    return model->store.add_tensor(meta, fd, offset);
+bool hobbit_model_add_tensor(hobbit_model * model, const ggml_tensor * meta, int fd, uint64_t offset, ggml_backend_buffer_type * buft) {
+    const bool managed = model->store.add_tensor(meta, fd, offset);
+    if (managed) {
+        model->devices.assign(model->store.find(meta->name), buft);
+    }
+    return managed;
 }
 
 void hobbit_model_adopt(hobbit_model * model, ggml_tensor * tensor) {
@@ -122,6 +126,14 @@ void hobbit_model_set_repack(hobbit_model * model, void * repack) {
 
 size_t hobbit_model_bytes(const hobbit_model * model) {
     return model->bytes();
+}
+
+size_t hobbit_model_device_bytes(const hobbit_model * model, int i, ggml_backend_buffer_type ** buft) {
+    if (i >= (int) model->devices.devices.size()) {
+        return 0;
+    }
+    *buft = model->devices.devices[i]->buft;
+    return model->devices.devices[i]->bytes;
 }
 
 static double mib(uint64_t bytes) {
@@ -184,6 +196,7 @@ static std::string describe(const hobbit_model & model) {
                 config.policy.w_lru, config.policy.w_lfu, config.policy.w_lhu, config.policy.w_fld);
     }
     text += hobbit_format("\n  %-10s %d %s, reads %s\n", "loader", config.io_threads, model.loader->is_uring() ? "reads under way by io_uring" : "threads", model.io.c_str());
+    text += model.devices.describe();
     if (!model.warm.empty()) {
         text += hobbit_format("  %-10s %s\n", "warm start", model.warm.c_str());
     }
@@ -497,6 +510,10 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
     if (!low_path.empty() && !model.store.open_low(low_path, meta, err)) {
         return false;
     }
+    const bool in_use[HOBBIT_N_PRECISIONS] = { !low_path.empty() && rule != HOBBIT_RULE_HIGH, rule != HOBBIT_RULE_LOW };
+    model.n_expert_used = n_expert_used;
+
+    model.devices.finish(model, in_use, model.no_alloc);
     if (model.no_alloc) {
         return true;
     }
@@ -505,8 +522,6 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
         err = "--hobbit-repack on does not go with --no-repack, or this CPU backend cannot do it";
         return false;
     }
-    const bool in_use[HOBBIT_N_PRECISIONS] = { !low_path.empty() && rule != HOBBIT_RULE_HIGH, rule != HOBBIT_RULE_LOW };
-    model.n_expert_used = n_expert_used;
     if (!config.profile_path.empty() && !read_quality(model, in_use, err)) {
         return false;
     }
@@ -544,7 +559,8 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
         }
         for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
             hobbit_source &   src = managed->weight->source[p];
-            if (in_use[p] && model.repack && config.repack != HOBBIT_REPACK_OFF) {
+            // what goes on to a device keeps the file's layout
+            if (in_use[p] && model.repack && config.repack != HOBBIT_REPACK_OFF && !model.devices.bank_of(managed->weight->layer)) {
                 const ggml_tensor t = managed->weight->expert_tensor(p);
                 src.repacked = model.repack(&t, nullptr, nullptr);
             }
@@ -772,6 +788,10 @@ static void reset_records(hobbit_context & ctx, hobbit_records & records, int32_
     }
 }
 
+void hobbit_context_add_backend(hobbit_context * ctx, ggml_backend * backend) {
+    ctx->backends.push_back(backend);
+}
+
 void hobbit_sequence_begin(hobbit_context * ctx, int32_t seq_id) {
     std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
     reset_records(*ctx, ctx->records[seq_id], seq_id);
@@ -971,6 +991,7 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
         hobbit_fail(err, err_size, model.loader->take_error());
     }
     hobbit_unpin_all(*ctx);
+    hobbit_device_step_end(*ctx);
     hobbit_settle_predicted(*ctx, model.store.n_layer(), nullptr);
     judge_warm(model, (int) ctx->token_seq.size());
     if (ctx->decode && us > 0) {

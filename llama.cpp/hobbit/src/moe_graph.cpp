@@ -37,8 +37,9 @@ char * hobbit_model::piece_data(int layer, int precision, int role, int slot, in
 }
 
 hobbit_precision hobbit_model::resident(int layer, int expert) const {
+    const hobbit_device_bank * bank = devices.bank_of(layer);
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
-        if (uses(p) && pools[p].pool->find(layer, expert) >= 0) {
+        if (uses(p) && (pools[p].pool->find(layer, expert) >= 0 || (bank && bank->part[p].pool->find(layer, expert) >= 0))) {
             return (hobbit_precision) (HOBBIT_PRECISION_LOW + p);
         }
     }
@@ -84,6 +85,7 @@ void hobbit_unpin_all(hobbit_context & ctx) {
         ctx.model->pools[precision].pool->unpin(slot);
     }
     ctx.pinned.clear();
+    hobbit_device_unpin(ctx);
 }
 
 void hobbit_flush_stall(hobbit_context & ctx) {
@@ -168,6 +170,7 @@ static bool has_failed(hobbit_model & model, int precision, int slot) {
 
 void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_precision * chosen) {
     hobbit_model & model = *ctx.model;
+    hobbit_device_settle(ctx, layer, chosen);
 
     std::vector<hobbit_predicted> later;
     for (const hobbit_predicted & p : ctx.predicted) {
@@ -229,19 +232,7 @@ static int step_sequence(const hobbit_context & ctx, int32_t seq) {
     return it == ctx.step_seqs.end() ? 0 : (int) (it - ctx.step_seqs.begin());
 }
 
-// what the step wants of one expert and what it gets
-struct route_choice {
-    int32_t          id;
-    hobbit_precision wanted;   // the highest that any of its tokens asks for
-    hobbit_precision given;    // after looking at what is resident
-    int              n_selected;
-    uint8_t          state;    // for the trace
-    int              seq;      // index in step_seqs: whose lookup it is, the first sequence that asked for what is wanted
-    bool             shared;   // others wanted the expert too
-    double           mass;     // gate weight of its selections, 1: all of one token's
-};
-
-// where the copies of an expert are
+// where the copies of an expert are: on the device that computes it, else in the host's slots
 struct whereabouts {
     int8_t in[HOBBIT_N_PRECISIONS]; // HOBBIT_TRACE_ABSENT, LOADING, READY
 };
@@ -250,9 +241,14 @@ static bool is_large(const hobbit_model & model, int layer, int64_t n_rows) {
     return hobbit_is_large(n_rows, HOBBIT_ROWS_EVICT_MAX, model.n_expert_used, model.store.layers[layer].n_expert);
 }
 
-static whereabouts find_copies(hobbit_model & model, int layer, int expert) {
+static whereabouts find_copies(hobbit_model & model, int layer, int expert, bool on_device) {
     whereabouts copies = { { HOBBIT_TRACE_ABSENT, HOBBIT_TRACE_ABSENT } };
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        if (on_device) {
+            const auto & pool = model.devices.bank_of(layer)->part[p].pool;
+            copies.in[p] = pool && pool->find(layer, expert) >= 0 ? HOBBIT_TRACE_READY : HOBBIT_TRACE_ABSENT;
+            continue;
+        }
         const int slot = model.uses(p) ? model.pools[p].pool->find(layer, expert) : -1;
         if (slot >= 0) {
             copies.in[p] = is_ready(model, model.store.layers[layer], p, slot) ? HOBBIT_TRACE_READY : HOBBIT_TRACE_LOADING;
@@ -266,7 +262,7 @@ static hobbit_precision choose(const hobbit_model & model, const whereabouts & c
             copies.in[HOBBIT_LOW] == HOBBIT_TRACE_READY, copies.in[HOBBIT_HIGH] == HOBBIT_TRACE_READY);
 }
 
-static void route_experts(hobbit_route & route, const ggml_tensor * ids, const ggml_tensor * weights, std::vector<route_choice> & choices) {
+static void route_experts(hobbit_route & route, const ggml_tensor * ids, const ggml_tensor * weights, bool on_device, std::vector<route_choice> & choices) {
     hobbit_context & ctx   = *route.ctx;
     hobbit_model &   model = *ctx.model;
 
@@ -334,7 +330,7 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
         }
     }
     for (route_choice & choice : choices) {
-        const whereabouts copies = find_copies(model, route.layer, choice.id);
+        const whereabouts copies = find_copies(model, route.layer, choice.id, on_device);
         choice.given = choose(model, copies, choice.wanted);
         choice.state = hobbit_trace_state(0, choice.given, copies.in[HOBBIT_LOW], copies.in[HOBBIT_HIGH]);
     }
@@ -535,6 +531,9 @@ static void expect_layer(hobbit_context & ctx, int to, const std::vector<float> 
     const float total  = std::accumulate(mass.begin(), mass.end(), 0.0f);
     float       before = 0.0f;
 
+    const hobbit_device_bank * bank = model.devices.bank_of(to); // if large batches are computed there
+    bank = bank && bank->staged ? bank : nullptr;
+
     std::vector<hobbit_stream_expert> experts;
     for (int32_t id : ranked) {
         const float m = mass.empty() ? 0.0f : mass[id];
@@ -542,8 +541,8 @@ static void expect_layer(hobbit_context & ctx, int to, const std::vector<float> 
             break;
         }
         const bool high = model.uses(HOBBIT_HIGH) && prefill != HOBBIT_PREFILL_LOW && (prefill == HOBBIT_PREFILL_HIGHEST || before <= model.config.thresholds.t1 * total);
-        const int  precision = choose(model, find_copies(model, to, id), high ? HOBBIT_PRECISION_HIGH : HOBBIT_PRECISION_LOW) - HOBBIT_PRECISION_LOW;
-        if (model.pools[precision].pool->find(to, id) < 0) {
+        const int  precision = choose(model, find_copies(model, to, id, bank != nullptr), high ? HOBBIT_PRECISION_HIGH : HOBBIT_PRECISION_LOW) - HOBBIT_PRECISION_LOW;
+        if (model.pools[precision].pool->find(to, id) < 0 && (!bank || bank->part[precision].pool->find(to, id) < 0)) {
             experts.push_back({ id, (int8_t) precision });
         }
         before += m;
@@ -612,7 +611,7 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
             model.routers->predict(route.layer, to, (const float *) ((const char *) cur->data + row*cur->nb[1]), n_used, ids.data(), weights.data());
             hobbit_precision_score(model.config.thresholds, weights.data(), n_used, asked.data());
             for (int k = 0; k < n_used; ++k) {
-                const whereabouts      copies = find_copies(model, to, ids[k]);
+                const whereabouts      copies = find_copies(model, to, ids[k], hobbit_device_takes(model, to, cur->ne[1]));
                 const hobbit_precision given  = choose(model, copies, asked[k]);
                 if (model.trace) {
                     ctx.selections.add(ids[k], weights[k], hobbit_trace_state(asked[k], given, copies.in[HOBBIT_LOW], copies.in[HOBBIT_HIGH]));
@@ -621,6 +620,12 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
                     continue;
                 }
                 const int     precision = given - HOBBIT_PRECISION_LOW;
+                // another row has asked for it: it has a slot, with the bytes of who had that before
+                const bool comes = std::any_of(loading.begin(), loading.end(),
+                        [&](const hobbit_step_expert & e) { return e.id == ids[k] && e.precision == precision; });
+                if (!comes && hobbit_device_ahead(ctx, to, ids[k], precision, cur->ne[1])) {
+                    continue;
+                }
                 hobbit_pool & pool      = *model.pools[precision].pool;
                 int           slot      = pool.find(to, ids[k]);
                 if (slot >= 0) {
@@ -654,7 +659,7 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
 
 // weights out: as they came, 0 where the expert is skipped, rescaled to the same sum if asked for
 static void route_weights(const hobbit_route & route, const std::vector<route_choice> & choices,
-        const ggml_tensor * ids, const ggml_tensor * weights, ggml_tensor * dst) {
+        const ggml_tensor * ids, const ggml_tensor * weights, ggml_tensor * dst, size_t row_bytes) {
     const hobbit_model & model  = *route.ctx->model;
     const int64_t        n_used = ids->ne[0];
     const int64_t        n_rows = ids->ne[1];
@@ -664,7 +669,7 @@ static void route_weights(const hobbit_route & route, const std::vector<route_ch
         any_skip = any_skip || choice.given == HOBBIT_PRECISION_SKIP;
     }
     for (int64_t row = 0; row < n_rows; ++row) {
-        float * out  = (float *) ((char *) dst->data + row*dst->nb[2]);
+        float * out  = (float *) ((char *) dst->data + row*row_bytes);
         float   sum  = 0.0f;
         float   kept = 0.0f;
         for (int64_t k = 0; k < n_used; ++k) {
@@ -687,16 +692,10 @@ static void route_weights(const hobbit_route & route, const std::vector<route_ch
     }
 }
 
-static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    GGML_UNUSED(nth);
-    if (ith != 0) {
-        return;
-    }
-    hobbit_route &   route = *(hobbit_route *) userdata;
-    hobbit_context & ctx   = *route.ctx;
-
-    const ggml_tensor * ids     = dst->src[0];
-    const ggml_tensor * weights = dst->src[1];
+// cur may be NULL. on_device: dst is what hobbit_device_unpack describes, else the weights
+static void route_compute_any(ggml_tensor * dst, const ggml_tensor * ids, const ggml_tensor * weights, const ggml_tensor * cur,
+        hobbit_route & route, bool on_device) {
+    hobbit_context & ctx = *route.ctx;
 
     thread_local std::vector<route_choice> choices;
     choices.clear();
@@ -705,13 +704,16 @@ static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
     route.streamed.clear();
     route.n_cached = 0;
     route.uses[HOBBIT_LOW] = route.uses[HOBBIT_HIGH] = false;
+    for (auto & device_ids : route.device_ids) {
+        device_ids.assign(on_device ? ctx.model->store.layers[route.layer].n_expert : 0, -1);
+    }
 
     // after a failure the rest of the step is void: no reads, every expert skipped, so that the numbers stay finite
     // (pins stay then, so that the end of the step finds what failed)
     if (!ctx.failed.load(std::memory_order_relaxed)) {
         // the layer before has been computed: its experts may go
         hobbit_unpin_all(ctx);
-        route_experts(route, ids, weights, choices);
+        route_experts(route, ids, weights, on_device, choices);
 
         thread_local std::vector<hobbit_precision> chosen;
         chosen.assign(ctx.model->store.layers[route.layer].n_expert, HOBBIT_PRECISION_SKIP);
@@ -720,9 +722,16 @@ static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
         }
         hobbit_settle_predicted(ctx, route.layer, chosen.data());
 
-        route_place(route, choices, ids->ne[1]);
+        if (on_device) {
+            thread_local std::vector<route_choice> missing;
+            missing = choices;
+            hobbit_device_find(route, missing);
+            route_place(route, missing, ids->ne[1]);
+            hobbit_device_fetch(route, ids->ne[1]);
+        } else {
+            route_place(route, choices, ids->ne[1]);
+        }
 
-        const ggml_tensor * cur = dst->src[2];
         if (cur && ctx.model->governor.depth() > 0 && ids->ne[1] <= HOBBIT_ROWS_PREDICT_MAX) {
             route_prefetch(route, cur, (int) ids->ne[0]);
         }
@@ -731,7 +740,23 @@ static void route_compute(ggml_tensor * dst, int ith, int nth, void * userdata) 
             route_expect(route, cur, (int) ids->ne[0], ids->ne[1]);
         }
     }
-    route_weights(route, choices, ids, weights, dst);
+    route_weights(route, choices, ids, weights, dst, on_device ? dst->nb[1] : dst->nb[2]);
+    if (on_device) {
+        hobbit_device_ids(route, ids, dst);
+    }
+}
+
+static void route_compute(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith == 0) {
+        route_compute_any(dst, dst->src[0], dst->src[1], dst->src[2], *(hobbit_route *) userdata, false);
+    }
+}
+
+static void route_compute_device(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith == 0) {
+        const hobbit_device_packed packed(dst->src[0], dst->ne[0]);
+        route_compute_any(dst, &packed.ids, &packed.weights, packed.has_cur() ? &packed.cur : nullptr, *(hobbit_route *) userdata, true);
+    }
 }
 
 ggml_tensor * hobbit_build_route(hobbit_context * ctx, ggml_context * ctx0, ggml_tensor * w, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * cur) {
@@ -741,13 +766,24 @@ ggml_tensor * hobbit_build_route(hobbit_context * ctx, ggml_context * ctx0, ggml
     const bool predict = cur && ctx->model->routers && cur->type == GGML_TYPE_F32 && cur->ne[0] == ctx->model->routers->n_embd();
 
     ggml_tensor * args[] = { ids, weights, cur };
+    if (hobbit_device_takes(*ctx->model, route->layer, ids->ne[1])) {
+        // packing and unpacking run on the device: one copy down, one up
+        ggml_tensor * packed = hobbit_device_pack(ctx0, ids, weights, predict ? cur : nullptr);
+        ggml_tensor * node   = ggml_custom_4d(ctx0, GGML_TYPE_F32, ids->ne[0], ids->ne[1], 1 + HOBBIT_N_PRECISIONS, 1, &packed, 1, route_compute_device, 1, route);
+        return hobbit_device_unpack(*route, ctx0, ggml_cont(ctx0, node));
+    }
     ggml_tensor * node = ggml_custom_4d(ctx0, GGML_TYPE_F32, 1, ids->ne[0], ids->ne[1], 1, args, predict ? 3 : 2, route_compute, 1, route);
     node->extra = route;
     return node;
 }
 
-void hobbit_attach_route(ggml_tensor * mul_mat_id, ggml_tensor * route) {
+ggml_tensor * hobbit_attach_route(hobbit_context * ctx, ggml_context * ctx0, ggml_tensor * mul_mat_id, ggml_tensor * route) {
+    if (route->op == GGML_OP_VIEW) {
+        const hobbit_managed * managed = (const hobbit_managed *) mul_mat_id->src[0]->extra;
+        return hobbit_device_mul_mat_id(ctx->routes[managed->weight->layer], ctx0, *managed->weight, mul_mat_id);
+    }
     mul_mat_id->src[3] = route;
+    return mul_mat_id;
 }
 
 //

@@ -11,6 +11,7 @@
 #include "banks.h"
 #include "cache.h"
 #include "config.h"
+#include "device.h"
 #include "loader.h"
 #include "prefetch.h"
 #include "stats.h"
@@ -85,6 +86,8 @@ struct hobbit_model {
     std::unique_ptr<hobbit_loader> loader;
     hobbit_stream                  stream; // after the loader, which it needs to its end
 
+    hobbit_device_set devices; // layers that are computed on an accelerator; pools are then the tier behind it
+
     std::unique_ptr<hobbit_router_bank> routers; // NULL: no prediction
     hobbit_governor                     governor;
     int                                 n_contexts = 0;
@@ -131,6 +134,32 @@ struct hobbit_predicted {
     int  seq;    // index in step_seqs: whose token it was predicted for
 };
 
+// what the step wants of one expert and what it gets
+struct route_choice {
+    int32_t          id;
+    hobbit_precision wanted;   // the highest that any of its tokens asks for
+    hobbit_precision given;    // after looking at what is resident
+    int              n_selected;
+    uint8_t          state;    // for the trace
+    int              seq;      // index in step_seqs: whose lookup it is, the first sequence that asked for what is wanted
+    bool             shared;   // others wanted the expert too
+    double           mass;     // gate weight of its selections, 1: all of one token's
+};
+
+struct hobbit_device_pin {
+    hobbit_device_bank * bank;
+    int                  precision;
+    int                  slot;
+};
+
+// as hobbit_predicted, in a slot of a device
+struct hobbit_device_predicted {
+    hobbit_device_pin pin;
+    int               layer;
+    int               expert;
+    bool              issued; // copied ahead; else it was there
+};
+
 // the route node's userdata: one per managed layer and context, at a stable address
 struct hobbit_route {
     hobbit_context * ctx   = nullptr;
@@ -145,6 +174,11 @@ struct hobbit_route {
     int n_threads = 1;
 
     float share_chosen = 1.0f; // of the layer's experts, by the last large batch
+
+    // if the layer is computed on a device: what its operations call each expert [n_expert], -1: not in this precision
+    std::vector<int32_t> device_ids[HOBBIT_N_PRECISIONS];
+    ggml_tensor *        device_ids_node[HOBBIT_N_PRECISIONS] = {}; // while the layer's graph is built
+    uint64_t             device_copies = 0; // to the device that its experts need, see hobbit_device::n_copies
 };
 
 struct hobbit_context {
@@ -153,6 +187,8 @@ struct hobbit_context {
     std::map<int32_t, hobbit_records>      records;
     int                                    trace_id = 0; // of this context in the trace
     hobbit_selections                      selections;   // of the running layer, for the trace
+    std::vector<ggml_backend_t>            backends; // that compute the context's graphs
+    std::vector<uint64_t>                  awaited;  // per device: copies that its computing has been made to wait for
 
     // host memory that computing takes, and how much of it has been touched
     uint64_t                               compute_bytes    = 0; // for n_tokens_reserved tokens
@@ -165,6 +201,8 @@ struct hobbit_context {
     std::vector<const hobbit_records *>    step_records;
     std::vector<int32_t>                   step_seqs;  // whose they are
     std::vector<std::pair<int, int>>       pinned;     // (precision, slot)
+    std::vector<hobbit_device_pin>         device_pinned;
+    std::vector<hobbit_device_predicted>   device_predicted;
     std::vector<hobbit_predicted>          predicted;
     int                                    n_prefetch_used   = 0;
     int                                    n_prefetch_wasted = 0;

@@ -29,6 +29,11 @@ static const struct { const char * name; uint64_t hobbit_counters::* member; con
     { "prefetch_used",   &hobbit_counters::prefetch_used,   "Experts read ahead that the router then chose" },
     { "prefetch_wasted", &hobbit_counters::prefetch_wasted, "Experts read ahead that the router did not choose" },
     { "prefetch_bytes",  &hobbit_counters::prefetch_bytes,  "Bytes read ahead, used or not" },
+    { "device_hits",      &hobbit_counters::device_hits,      "Hits in the memory of the device that computes the layer" },
+    { "device_evictions", &hobbit_counters::device_evictions, "Experts that left a device's memory for another one" },
+    { "upload_bytes",     &hobbit_counters::upload_bytes,     "Bytes of experts copied to devices" },
+    { "ahead_issued",     &hobbit_counters::ahead_issued,     "Experts copied to devices ahead" },
+    { "ahead_used",       &hobbit_counters::ahead_used,       "Experts copied to devices ahead that the router then chose" },
     { "stall_us",        &hobbit_counters::stall_us,        "Time in which the computation waited for expert bytes" },
 };
 
