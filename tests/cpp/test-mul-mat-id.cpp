@@ -252,7 +252,7 @@ static bool check_cpu(ggml_backend_t backend, ggml_backend_buffer_type_t buft, c
 
 // experts with an address and a type each: w[0] for even experts, w[1] for odd ones
 struct split_experts {
-    ggml_cpu_experts experts; // first: what a callback is given
+    ggml_cpu_experts experts = {}; // first: what a callback is given
     const weight *   w[2];
     int              n_listed;
 
