@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from hobbit_py.quality import UNIFORM, Variants  # noqa: E402
 
 PAIRS = ("model+Q8_0", "model+Q4_0", "model+Q2_K", "Q8_0+Q2_K", "Q5_K+Q2_K", "Q4_K+Q2_K")
-LOWER = ("Q4_K+Q2_K", "Q8_0+Q2_K", "Q8_0+Q3_K", "Q6_K+Q3_K")
+LOWER = ("Q4_K+Q2_K", "Q5_K+Q2_K")
 RIVALS = ["exact", *(f"uniform:{t}" for t in UNIFORM)]
 TABLES = {
     "table": [
@@ -39,8 +39,8 @@ TABLES = {
     ],
     "rules": [
         *RIVALS,
-        *(f"{pair}@{t}/1" for pair in LOWER for t in (0.4, 0.6, 0.8, 0.9)),
         *(f"{s}{r}" for s in ("model+Q4_0@0.6/0.9", "model+Q4_0@0.6/0.95", "skip@0.9") for r in ("", "/renormalise")),
+        *(f"{pair}@{t}/1" for pair in LOWER for t in (0, 0.4, 0.6, 0.8)),
     ],
     "prefill": [
         "exact",

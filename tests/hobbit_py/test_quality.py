@@ -385,3 +385,14 @@ def test_quality_tasks_compares_settings_with_exact_mode(tmp_path: Path) -> None
     assert all(r["same"] == 1 and r["moved"] == 0 for r in rows[:4])
     assert any(r["moved"] > 0 for r in rows[4:])
     assert "tool calls" in done.stdout and "skip@0.3" in done.stdout
+
+
+def test_every_test_that_the_document_names_exists() -> None:
+    text = (ROOT / "docs" / "quality.md").read_text()
+    defined = {
+        path.name: set(re.findall(r"^def (test_\w+)", path.read_text(), re.M))
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert len(named) > 10
+    assert [(file, name) for file, name in named if name not in defined.get(file, set())] == []
