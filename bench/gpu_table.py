@@ -2,9 +2,9 @@
 
     bench/gpu_table.py MODEL [--low FILE] [--cache 25% --cache 50% --cache 75%] [--rounds 3] [--side NAME=OPTIONS]
 
-Each measurement is one run of llama-completion; the sides take turns, round by round, and ratios to the first side are
-taken round by round. A cache size in % is that share of the model file. A side that cannot run says why and the others
-go on: stock with all in GPU memory often does not fit. bench/gpu.sh calls this after it built and tested.
+Each measurement is one run of llama-completion; the sides take turns, round by round, and ratios to the first side that
+ran are taken round by round. A cache size in % is that share of the model file. A side that cannot run says why and the
+others go on: stock with all in GPU memory often does not fit. bench/gpu.sh calls this after it built and tested.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def measure(side: Side, args: argparse.Namespace) -> None:
     prefill = re.search(r"prompt eval time" + TIMING, text)
     if done.returncode != 0 or not decode or not prefill:
         reason = re.compile(r"error|refus|failed|cannot|out of memory", re.IGNORECASE)
-        lines = [line for line in text.splitlines() if reason.search(line)]
-        side.refused = (lines or text.splitlines() or [f"exit status {done.returncode}"])[0].strip()[:160]
+        lines = [line for line in done.stderr.splitlines() if reason.search(line)] or done.stderr.splitlines()[-1:]
+        side.refused = f"exit status {done.returncode}: {''.join(lines[:1]).strip()[:160]}"
         return
     side.decode.append(float(decode[1]))
     side.prefill.append(float(prefill[1]))
@@ -118,13 +118,14 @@ def main() -> None:
     print(
         f"of about {args.prompt_tokens}, {args.threads} threads, {args.rounds} rounds; {platform.machine()}; {card()}"
     )
-    print(f"{'':<28} {'decode tok/s':<30} {'against the first':<26} prefill tok/s")
+    print(f"{'':<28} {'decode tok/s':<30} {'against the first that ran':<28} prefill tok/s")
+    ran = [side for side in sides if not side.refused]
     for side in sides:
         if side.refused:
             print(f"{side.name:<28} did not run: {side.refused}")
             continue
-        ratio = "" if sides[0].refused else show([a / b for a, b in zip(side.decode, sides[0].decode, strict=True)])
-        print(f"{side.name:<28} {show(side.decode):<30} {ratio:<26} {show(side.prefill)}")
+        ratio = show([a / b for a, b in zip(side.decode, ran[0].decode, strict=True)])
+        print(f"{side.name:<28} {show(side.decode):<30} {ratio:<28} {show(side.prefill)}")
 
 
 if __name__ == "__main__":
