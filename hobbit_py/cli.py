@@ -1,4 +1,4 @@
-"""The command `hobbit`: run, serve, bench, quality, plan, stats, plot, top.
+"""The command `hobbit`: run, serve, bench, quality, calibrate, plan, stats, plot, top.
 
 Each command turns its options into one call of the package or of a program beside the library. A failure is one line on
 stderr and exit code 1 (2 for a usage error, 130 for an interrupt).
@@ -22,6 +22,7 @@ from rich.table import Table
 from gguf_tools.errors import ToolError
 from hobbit_py import _lib
 from hobbit_py import bench as bench_
+from hobbit_py import calibrate as calibrate_
 from hobbit_py import plot as plot_
 from hobbit_py import top as top_
 from hobbit_py.hobbit import Hobbit
@@ -233,6 +234,33 @@ def bench(
     (console if console.is_terminal else Console(highlight=False, width=140)).print(table)
     if as_json is not None:
         as_json.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="text of the kind that the model will read")],
+    profile: Annotated[Path, typer.Option("--out", "-o", help="profile to write, for --hobbit-profile")],
+    low: Low = None,
+    cache: Cache = "auto",
+    sequences: Annotated[int, typer.Option(min=4, help="pieces of the text; half of them judge")] = 40,
+    length: Annotated[int, typer.Option(min=8, help="tokens of each")] = 128,
+    bandwidth: Annotated[float, typer.Option(min=1.0, help="of disk or link, MB/s, for the prefetch depth")] = 1000.0,
+    threads: Threads = None,
+) -> None:
+    """Choose thresholds, policy, split and prefetch depth for a model on a text; say what they gain."""
+    result = calibrate_.calibrate(
+        model,
+        text,
+        profile,
+        low=low,
+        cache=cache,
+        sequences=sequences,
+        length=length,
+        bandwidth=bandwidth,
+        threads=threads,
+    )
+    print("\n".join(result.lines))
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

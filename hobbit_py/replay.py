@@ -13,7 +13,7 @@ from typing import Any
 
 from hobbit_py import _lib
 
-POLICIES = ("random", "lru", "lfu", "lfu-model", "lhu", "fld", "hobbit", "lcu", "lfru", "gate-mass")
+POLICIES = ("random", "lru", "lfu", "lfu-model", "lhu", "fld", "hobbit", "lcu", "lfru", "gate-mass", "lru-layer")
 
 
 class Replay:

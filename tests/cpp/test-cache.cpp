@@ -167,6 +167,13 @@ struct naive_pool {
     uint64_t           clock = 0;
     std::vector<entry> entries;
 
+    int in_layer(int64_t layer, int n_expert) const {
+        int n = 0;
+        for (const entry & e : entries) {
+            n += e.key / n_expert == layer ? 1 : 0;
+        }
+        return n;
+    }
     entry * find(int64_t key) {
         for (entry & e : entries) {
             if (e.key == key) {
@@ -256,7 +263,8 @@ static void equals_a_naive_table(hobbit_policy policy, int n_sequences) {
                     if (c.pins > 0) {
                         continue;
                     }
-                    const double p = now.size() == 1 ? naive_score(policy, *now[0], c.key, layer, n_layer, n_expert) :
+                    const double p = policy == HOBBIT_POLICY_LRU_LAYER ? -naive.in_layer(c.key / n_expert, n_expert) - (c.key / n_expert == layer) :
+                            now.size() == 1 ? naive_score(policy, *now[0], c.key, layer, n_layer, n_expert) :
                             pool.priority(pool.find((int) (c.key / n_expert), (int) (c.key % n_expert)), layer, now.data(), (int) now.size());
                     if (!out || p < best || (p == best && c.stamp < out->stamp)) {
                         out  = &c;

@@ -48,7 +48,8 @@ void hobbit_records::use(size_t key, bool high, float weight) {
 //
 
 hobbit_pool::hobbit_pool(int n_layer, int n_expert, int n_slots, const hobbit_policy_params & params) :
-    n_layer(n_layer), n_expert(n_expert), params(params), slots(n_slots), slot_of((size_t) n_layer * n_expert, -1), random(params.seed) {
+    n_layer(n_layer), n_expert(n_expert), params(params), slots(n_slots), slot_of((size_t) n_layer * n_expert, -1), in_layer(n_layer),
+    random(params.seed) {
     const float w[] = { params.w_lru, params.w_lfu, params.w_lhu, params.w_fld };
     for (int i = 0; i < 4; ++i) {
         weight[i] = std::llround(w[i] * WEIGHT_UNIT);
@@ -81,20 +82,22 @@ uint32_t hobbit_pool::group_of(int64_t key, const hobbit_records * records) cons
     switch (params.policy) {
         case HOBBIT_POLICY_HOBBIT:
         case HOBBIT_POLICY_FLD:
-        case HOBBIT_POLICY_LCU:  return (uint32_t) (key / n_expert);
-        case HOBBIT_POLICY_LFRU: return records ? records->entries[key].used : 0;
-        default:                 return 0;
+        case HOBBIT_POLICY_LRU_LAYER:
+        case HOBBIT_POLICY_LCU:       return (uint32_t) (key / n_expert);
+        case HOBBIT_POLICY_LFRU:      return records ? records->entries[key].used : 0;
+        default:                      return 0;
     }
 }
 
 double hobbit_pool::score(double value, uint32_t group, int layer, const hobbit_records * records) const {
     const double n_tokens = records ? records->n_tokens : 0;
     switch (params.policy) {
-        case HOBBIT_POLICY_HOBBIT: return n_layer * value + n_tokens * (double) (weight[3] * (n_layer - distance(layer, (int) group)));
-        case HOBBIT_POLICY_FLD:    return n_layer - distance(layer, (int) group);
-        case HOBBIT_POLICY_LCU:    return n_tokens > 0 ? value / (COST_UNIT * n_tokens) : 0.0;
-        case HOBBIT_POLICY_LFRU:   return group / (n_tokens - value + 1.0);
-        default:                   return value;
+        case HOBBIT_POLICY_HOBBIT:    return n_layer * value + n_tokens * (double) (weight[3] * (n_layer - distance(layer, (int) group)));
+        case HOBBIT_POLICY_FLD:       return n_layer - distance(layer, (int) group);
+        case HOBBIT_POLICY_LCU:       return n_tokens > 0 ? value / (COST_UNIT * n_tokens) : 0.0;
+        case HOBBIT_POLICY_LRU_LAYER: return -(in_layer[group] + ((int) group == layer ? 1 : 0)); // with what it is about to hold
+        case HOBBIT_POLICY_LFRU:      return group / (n_tokens - value + 1.0);
+        default:                      return value;
     }
 }
 
@@ -179,7 +182,7 @@ int hobbit_pool::victim(int layer, const hobbit_records * const * records, int n
             return slot;
         }
     }
-    const bool by_records = params.policy != HOBBIT_POLICY_LRU && params.policy != HOBBIT_POLICY_FLD;
+    const bool by_records = params.policy != HOBBIT_POLICY_LRU && params.policy != HOBBIT_POLICY_FLD && params.policy != HOBBIT_POLICY_LRU_LAYER;
     if (params.policy == HOBBIT_POLICY_RANDOM) {
         return victim_random();
     }
@@ -308,6 +311,7 @@ int hobbit_pool::place(int layer, int expert, const hobbit_records * const * rec
         }
         *evicted = slots[slot].key;
         slot_of[slots[slot].key] = -1;
+        in_layer[slots[slot].key / n_expert]--;
     } else {
         return -1;
     }
@@ -317,6 +321,7 @@ int hobbit_pool::place(int layer, int expert, const hobbit_records * const * rec
     slots[slot].pins   = 1;
     slots[slot].serial = ++serials;
     slot_of[slots[slot].key] = slot;
+    in_layer[layer]++;
     touch(slot);
     return slot;
 }
@@ -336,6 +341,7 @@ std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
     std::vector<int> stay = by_last_touch();
     while ((int) stay.size() > n_slots) {
         slot_of[slots[stay.back()].key] = -1;
+        in_layer[slots[stay.back()].key / n_expert]--;
         slots[stay.back()] = slot_info();
         stay.pop_back();
     }
@@ -366,6 +372,7 @@ std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
 void hobbit_pool::drop(int slot) {
     if (slots[slot].key >= 0) {
         slot_of[slots[slot].key] = -1;
+        in_layer[slots[slot].key / n_expert]--;
         slots[slot] = slot_info();
         free_slots.push_back(slot);
     }

@@ -33,6 +33,7 @@ enum hobbit_policy : int8_t {
     HOBBIT_POLICY_LCU,       // least cost used, of MoE-APEX: uses weighted by bytes, plus nearness if used in the last pass
     HOBBIT_POLICY_LFRU,      // uses over age
     HOBBIT_POLICY_GATE_MASS, // gate weight, with exponential decay per token, as HybriMoE does
+    HOBBIT_POLICY_LRU_LAYER, // least recently used of the layer that holds most: as many for each layer
     HOBBIT_POLICY_RANDOM,
     HOBBIT_POLICY_ORACLE,    // whatever hobbit_pool::oracle says: the simulator only
 };
@@ -154,6 +155,7 @@ class hobbit_pool {
     std::vector<slot_info> slots;
     std::vector<int>       slot_of;    // key -> slot
     std::vector<int>       free_slots; // a stack, lowest index on top
+    std::vector<int>       in_layer;   // slots in use, by layer of what they hold
     uint64_t               clock   = 0;
     uint32_t               serials = 0;
     uint64_t               random;     // state of the generator

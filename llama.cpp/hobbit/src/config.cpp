@@ -42,7 +42,7 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "`hobbit quality --profile` measured on this pair; needs --hobbit-profile"),
     HOBBIT_OPTION("policy", "POLICY", "NAME",
         "which expert leaves the cache first: hobbit (weighted score, see --hobbit-weights), lru, lfu, lfu-model, lhu, fld, lcu,\n"
-        "lfru, gate-mass, random (default: hobbit)"),
+        "lfru, gate-mass, lru-layer, random (default: hobbit)"),
     HOBBIT_OPTION("weights", "WEIGHTS", "A,B,C,D",
         "weights of recency, frequency, high-precision frequency and layer distance in the score of --hobbit-policy hobbit;\n"
         "scaled to sum to 1 (default: 0.25,0.25,0.25,0.25)"),
@@ -188,7 +188,7 @@ static const char * io_names    [] = { "auto", "direct", "buffered", "uring" }; 
 static const char * repack_names[] = { "auto", "on", "off" };                 // in the order of hobbit_repack
 static const char * prefill_names[] = { "highest", "mass", "low" };           // in the order of hobbit_prefill
 // in the order of hobbit_policy
-static const char * policy_names[] = { "hobbit", "lru", "lfu", "lfu-model", "lhu", "fld", "lcu", "lfru", "gate-mass", "random" };
+static const char * policy_names[] = { "hobbit", "lru", "lfu", "lfu-model", "lhu", "fld", "lcu", "lfru", "gate-mass", "lru-layer", "random" };
 
 const char * hobbit_rule_name  (hobbit_rule rule)     { return rule_names[rule]; }
 const char * hobbit_policy_name(hobbit_policy policy) { return policy_names[policy]; }
@@ -205,14 +205,10 @@ static bool parse_name(const char * text, const char * const (&names)[N], T & ou
     return false;
 }
 
-bool hobbit_config_set(int32_t handle, const char * name, const char * value, char * err, size_t err_size) {
-    std::lock_guard<std::mutex> lock(configs_mutex);
-    hobbit_config * c = config_of(handle);
-    if (!c) {
-        return hobbit_fail(err, err_size, hobbit_format("no hobbit configuration has the handle %d", handle));
-    }
-
-    const auto is = [name](const char * s) { return strcmp(name, s) == 0; };
+bool hobbit_config_apply(hobbit_config & config, const std::string & name, const std::string & text, std::string & err) {
+    const auto is = [&name](const char * s) { return name == s; };
+    const char * value = text.c_str();
+    hobbit_config * c = &config;
 
     bool         ok   = true;
     const char * want = "";
@@ -249,7 +245,7 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
         want = "on or off";
     } else if (is("policy")) {
         ok   = parse_name(value, policy_names, c->policy.policy);
-        want = "hobbit, lru, lfu, lfu-model, lhu, fld, lcu, lfru, gate-mass or random";
+        want = "hobbit, lru, lfu, lfu-model, lhu, fld, lcu, lfru, gate-mass, lru-layer or random";
     } else if (is("weights")) {
         ok   = parse_weights(value, c->policy);
         want = "four numbers >= 0, not all 0, with commas: recency,frequency,high-frequency,distance";
@@ -283,9 +279,47 @@ bool hobbit_config_set(int32_t handle, const char * name, const char * value, ch
             known += known.empty() ? "" : ", ";
             known += option.name;
         }
-        return hobbit_fail(err, err_size, hobbit_format("unknown hobbit option '%s'; there are: %s", name, known.c_str()));
+        err = hobbit_format("unknown hobbit option '%s'; there are: %s", name.c_str(), known.c_str());
+        return false;
     }
-    return ok || hobbit_fail(err, err_size, hobbit_format("--hobbit-%s: '%s' will not do; it takes %s", name, value, want));
+    if (!ok) {
+        err = hobbit_format("--hobbit-%s: '%s' will not do; it takes %s", name.c_str(), value, want);
+    }
+    return ok;
+}
+
+bool hobbit_config_fits(const hobbit_config & config, std::string & err) {
+    const hobbit_thresholds & th = config.thresholds;
+    if (th.t1 > th.t2) {
+        err = hobbit_format("--hobbit-t1 %g is above --hobbit-t2 %g; T1 must not exceed T2", th.t1, th.t2);
+        return false;
+    }
+    if (config.quality_budget >= 0.0f) {
+        if (config.profile_path.empty()) {
+            err = "--hobbit-quality-budget needs --hobbit-profile FILE, with what `hobbit quality MODEL --low FILE --profile FILE` measured";
+            return false;
+        }
+        if (config.thresholds_set || config.renormalise || (config.rule_set && th.rule != HOBBIT_RULE_HOBBIT)) {
+            err = "--hobbit-quality-budget chooses T1 and T2 of the precision hobbit, without renormalising: leave out --hobbit-t1, "
+                  "--hobbit-t2, --hobbit-precision and --hobbit-renormalise";
+            return false;
+        }
+    }
+    return true;
+}
+
+bool hobbit_config_set(int32_t handle, const char * name, const char * value, char * err, size_t err_size) {
+    std::lock_guard<std::mutex> lock(configs_mutex);
+    hobbit_config * c = config_of(handle);
+    if (!c) {
+        return hobbit_fail(err, err_size, hobbit_format("no hobbit configuration has the handle %d", handle));
+    }
+    std::string why;
+    if (!hobbit_config_apply(*c, name, value, why)) {
+        return hobbit_fail(err, err_size, why);
+    }
+    c->given.insert(name);
+    return true;
 }
 
 bool hobbit_config_check(int32_t handle, char * err, size_t err_size) {
@@ -294,19 +328,6 @@ bool hobbit_config_check(int32_t handle, char * err, size_t err_size) {
     if (!c) {
         return hobbit_fail(err, err_size, hobbit_format("no hobbit configuration has the handle %d", handle));
     }
-    const hobbit_thresholds & th = c->thresholds;
-    if (th.t1 > th.t2) {
-        return hobbit_fail(err, err_size, hobbit_format("--hobbit-t1 %g is above --hobbit-t2 %g; T1 must not exceed T2", th.t1, th.t2));
-    }
-    if (c->quality_budget >= 0.0f) {
-        if (c->profile_path.empty()) {
-            return hobbit_fail(err, err_size, "--hobbit-quality-budget needs --hobbit-profile FILE, with what `hobbit quality MODEL --low FILE "
-                    "--profile FILE` measured");
-        }
-        if (c->thresholds_set || c->renormalise || (c->rule_set && th.rule != HOBBIT_RULE_HOBBIT)) {
-            return hobbit_fail(err, err_size, "--hobbit-quality-budget chooses T1 and T2 of the precision hobbit, without renormalising: leave out "
-                    "--hobbit-t1, --hobbit-t2, --hobbit-precision and --hobbit-renormalise");
-        }
-    }
-    return true;
+    std::string why;
+    return hobbit_config_fits(*c, why) || hobbit_fail(err, err_size, why);
 }

@@ -9,6 +9,7 @@
 #include "precision.h"
 
 #include <cstdint>
+#include <set>
 #include <string>
 
 enum hobbit_io : int8_t {
@@ -54,10 +55,16 @@ struct hobbit_config {
     std::string profile_path; // "": none
     std::string trace_path;   // "": none
     bool        verbose    = false;
+
+    std::set<std::string> given; // names of the options that were set: a profile's settings do not replace them
 };
 
 // a copy of what the handle holds; false: no such handle
 bool hobbit_config_get(int32_t handle, hobbit_config & config);
+
+// sets one option, as hobbit_config_set does, and checks that all fit together; false: err says what would work
+bool hobbit_config_apply(hobbit_config & config, const std::string & name, const std::string & value, std::string & err);
+bool hobbit_config_fits (const hobbit_config & config, std::string & err);
 
 const char * hobbit_rule_name  (hobbit_rule rule);
 const char * hobbit_policy_name(hobbit_policy policy);

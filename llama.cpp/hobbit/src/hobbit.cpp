@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <sstream>
 #include <set>
 #include <thread>
 
@@ -304,8 +305,8 @@ static bool plan_cache(hobbit_model & model, const bool * in_use, hobbit_plan & 
 }
 
 //
-// profile: which experts were resident, for the next start. Text: a line that names the model, then precision, layer and expert,
-// what was used last first
+// profile: which experts were resident, for the next start. Text: a line that names the model, then settings as lines
+// "set NAME VALUE" (`hobbit calibrate` writes them), then precision, layer and expert, what was used last first
 //
 
 static std::string profile_head(const hobbit_model & model, const bool * in_use) {
@@ -362,6 +363,9 @@ static std::string profile_text(const hobbit_model & model) {
     for (const std::string & line : model.quality_lines) {
         text += line + "\n";
     }
+    for (const std::string & line : model.profile_settings) {
+        text += line + "\n";
+    }
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
         if (!model.uses(p)) {
             continue;
@@ -376,6 +380,37 @@ static std::string profile_text(const hobbit_model & model) {
 
 static constexpr int    WARM_TRIAL_TOKENS = 32;
 static constexpr double WARM_GAIN_LEAST   = 1.2; // times the hits by chance
+
+// takes the profile's settings where no option says otherwise; before anything is sized
+static bool apply_profile(hobbit_model & model, const bool * in_use, std::string & err) {
+    hobbit_config & config = model.config;
+    std::ifstream in(config.profile_path);
+    std::string   line;
+    if (!std::getline(in, line) || line != profile_head(model, in_use)) {
+        return true; // load_profile says it
+    }
+    static const std::set<std::string> known = { "t1", "t2", "policy", "weights", "low-share", "prefetch" };
+    while (std::getline(in, line)) {
+        std::istringstream words(line);
+        std::string set, name, value;
+        if (!(words >> set >> name >> value) || set != "set") {
+            continue;
+        }
+        model.profile_settings.push_back(line);
+        std::string why = "a profile may set t1, t2, policy, weights, low-share and prefetch";
+        const bool  other = config.given.count(name) > 0 || (config.quality_budget >= 0.0f && name[0] == 't'); // or read_quality's
+        const bool  ok    = known.count(name) > 0 && (other || hobbit_config_apply(config, name, value, why));
+        if (!ok) {
+            err = hobbit_format("%s: '%s': %s", config.profile_path.c_str(), line.c_str(), why.c_str());
+            return false;
+        }
+    }
+    if (!hobbit_config_fits(config, err)) {
+        err = config.profile_path + ": " + err;
+        return false;
+    }
+    return true;
+}
 
 // starts the reads of what the profile names, as far as there are slots; says in model.warm what came of it
 static void load_profile(hobbit_model & model) {
@@ -404,6 +439,9 @@ static void load_profile(hobbit_model & model) {
         n += model.uses(p) && hobbit_warm(model, layer, p, expert) ? 1 : 0;
     }
     model.warm = hobbit_format("%d experts from %s, in the background", n, path.c_str());
+    if (!model.profile_settings.empty()) {
+        model.warm += hobbit_format("; %zu settings from it, where no option says otherwise", model.profile_settings.size());
+    }
     model.warm_trial.n_tokens_left = n > 0 ? WARM_TRIAL_TOKENS : 0;
 }
 
@@ -522,7 +560,7 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
         err = "--hobbit-repack on does not go with --no-repack, or this CPU backend cannot do it";
         return false;
     }
-    if (!config.profile_path.empty() && !read_quality(model, in_use, err)) {
+    if (!config.profile_path.empty() && !(apply_profile(model, in_use, err) && read_quality(model, in_use, err))) {
         return false;
     }
 

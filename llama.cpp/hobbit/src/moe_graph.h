@@ -69,6 +69,7 @@ struct hobbit_model {
     hobbit_warm_trial warm_trial;
     std::string   quality;           // which thresholds it brought, and why
     std::vector<std::string> quality_lines; // of the profile, kept when it is written again
+    std::vector<std::string> profile_settings; // its lines "set NAME VALUE", kept when it is written again
     std::string   sizing;            // where the cache's size comes from, for people
     bool          custom_policy = false; // hobbit_set_policy
     std::string   pair_high; // path of the high-precision expert file of a pair, "" if none
