@@ -283,7 +283,7 @@ def plot_compare(data: dict[str, Any], out: Path) -> None:
 
 def sweep(args: argparse.Namespace) -> None:
     trace = Trace.load(args.trace)
-    shares = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
+    shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
     with Replay(args.trace) as replay:
         print("| penalty by low share | " + " | ".join(map(str, shares)) + " |")
         print("|---" * (len(shares) + 1) + "|")
@@ -291,7 +291,7 @@ def sweep(args: argparse.Namespace) -> None:
             costs = []
             for share in shares:
                 settings = {"cache_bytes": int(size * all_bytes(trace)), "low_share": share, "policy": args.policy}
-                costs.append(replay.run(deterministic=False, prefetch=0, **settings)["penalty"])
+                costs.append(replay.run(deterministic=args.deterministic, prefetch=0, **settings)["penalty"])
             least = min(costs)
             print(
                 f"| {100 * size:.0f} % | "
@@ -302,7 +302,7 @@ def sweep(args: argparse.Namespace) -> None:
         print("|---|---|---|---|---|---|---|")
         for t1, t2 in ((0.4, 0.9), (0.6, 0.9), (0.6, 1.0), (0.8, 0.95), (0.8, 1.0), (1.0, 1.0)):
             settings = {"cache_bytes": int(0.3 * all_bytes(trace)), "t1": t1, "t2": t2, "policy": args.policy}
-            result = replay.run(deterministic=False, prefetch=0, **settings)
+            result = replay.run(deterministic=args.deterministic, prefetch=0, **settings)
             total = result["total"]
             n = sum(total[f"selected_{p}"] for p in ("high", "low", "skip"))
             mix = " | ".join(f"{100 * total[f'selected_{p}'] / n:.1f} %" for p in ("high", "low", "skip"))
@@ -375,6 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sub = command("sweep", sweep)
     sub.add_argument("trace", type=Path)
     sub.add_argument("--policy", default="hobbit")
+    sub.add_argument("--deterministic", action="store_true")
     sub = command("timing", timing)
     sub.add_argument("trace", type=Path)
     sub.add_argument("--policy", default="hobbit")

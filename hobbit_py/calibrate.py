@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 DEFAULT_WEIGHTS: Weights = (0.25, 0.25, 0.25, 0.25)
 _VALUES = (0.0, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
-_SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+_SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
 def windows(tokens: Sequence[int], n: int, length: int) -> list[list[int]]:
