@@ -260,6 +260,15 @@ def interval(ours: np.ndarray, theirs: np.ndarray) -> str:
     return f"{100 * (r - 1):+.1f} [{100 * (low - 1):+.1f}, {100 * (high - 1):+.1f}]"
 
 
+def style(label: str) -> dict[str, Any]:
+    """Lines of one policy: references black, the paper's policies thick."""
+    if label in ("random", "lru", "belady"):
+        return {"color": "black", "ls": {"random": ":", "lru": "-", "belady": "--"}[label], "lw": 1}
+    thick = {"hobbit": "#1f4e8c", "hobbit, fitted": "#6fa8dc", "lcu": "#c2542d", "lfu": "#2e8b57"}
+    thin = ["#b0b0b0", "#d9a441", "#8e63ce", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f", "#8c564b"]
+    return {"color": thick[label], "lw": 2} if label in thick else {"color": thin[POLICIES.index(label) % 8], "lw": 1}
+
+
 def plot_compare(data: dict[str, Any], out: Path) -> None:
     import matplotlib
 
@@ -272,9 +281,9 @@ def plot_compare(data: dict[str, Any], out: Path) -> None:
         for label, by_size in routing["penalty"].items():
             x = [100 * float(s) for s in by_size]
             y = [100 * (sum(v) / max(lru[s], 1e-9) - 1) for s, v in by_size.items()]
-            axis.plot(x, y, marker="o", ms=3, label=label, ls="--" if label in ("random", "belady") else "-")
+            axis.plot(x, y, marker="o", ms=3, label=label, **style(label))
         axis.set(
-            title=name, xlabel="cache, % of the experts' bytes", ylabel="penalty relative to LRU, %", ylim=(-60, 40)
+            title=name, xlabel="cache, % of the experts' bytes", ylabel="penalty relative to LRU, %", ylim=(-60, 30)
         )
         axis.grid(alpha=0.3)
     axes[0][-1].legend(fontsize=7, bbox_to_anchor=(1.0, 1.0), loc="upper left")

@@ -256,7 +256,10 @@ def _write_profile(path: str | os.PathLike[str], placement: Placement, trace: Tr
     head = f"hobbit-profile 1 {trace.settings['arch']} {trace.settings['n_layer']} {trace.settings['n_expert']}"
     lines = [f"{head} {size.get('low', 0)} {size.get('high', 0)}"]
     lines += [f"set {name} {value}" for name, value in settings.items()]
-    before = Path(path).read_text().splitlines() if Path(path).exists() else []
-    if before[:1] == lines[:1]:  # experts of the last run, and measurements of quality, stay
-        lines += [line for line in before[1:] if not line.startswith("set ")]
+    if Path(path).exists():
+        first, *rest = Path(path).read_text().splitlines() or [""]
+        if first != lines[0]:
+            raise ValueError(f"{os.fspath(path)}: of another model or other files: '{first}', not '{lines[0]}'")
+        # experts of the last run, and measurements of quality, stay
+        lines += [line for line in rest if not line.startswith("set ")]
     Path(path).write_text("\n".join(lines) + "\n")
