@@ -11,7 +11,7 @@ import pytest
 from conftest import BUILD, ROOT, clean_environment, program
 
 from hobbit_py import trace as trace_
-from hobbit_py.replay import Replay
+from hobbit_py.replay import POLICIES, Replay
 from hobbit_py.trace import Layer, Trace, TraceWriter
 
 HIGH = ROOT / "models/tiny-moe/tiny-moe-F16.gguf"
@@ -176,3 +176,47 @@ def test_a_trace_of_an_unwritable_place_is_refused(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "such.trace: the trace cannot be written" in done.stderr
+
+
+def write_accesses(file: Path, accesses: list[int], n_expert: int) -> None:
+    """One layer, one expert a token, 1000 bytes each."""
+    writer = TraceWriter({"slots_high": [1, 1000], "rule": "high"}, [Layer(0, n_expert, 0, 1000)])
+    writer.sequence()
+    for expert in accesses:
+        writer.step([(np.array([[expert]]), np.ones((1, 1)))])
+    writer.save(file)
+
+
+def least_misses(accesses: list[int], slots: int) -> int:
+    """Belady's MIN as plainly as can be: whose next use is farthest goes."""
+    cache: set[int] = set()
+    misses = 0
+    for i, wanted in enumerate(accesses):
+        if wanted in cache:
+            continue
+        misses += 1
+        if len(cache) == slots:
+            rest = accesses[i + 1 :]
+            cache.remove(max(cache, key=lambda e: rest.index(e) if e in rest else len(rest)))
+        cache.add(wanted)
+    return misses
+
+
+def test_belady_is_the_least_and_every_policy_has_more(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    accesses = [int(e) for e in np.minimum(rng.integers(0, 24, 1500), rng.integers(0, 24, 1500))]
+    write_accesses(tmp_path / "t", accesses, 24)
+    with Replay(tmp_path / "t") as replay:
+        for slots in (4, 8, 16):
+            least = replay.run(slots_high=slots, policy="belady")["total"]["misses_high"]
+            assert least == least_misses(accesses, slots)
+            for policy in POLICIES:
+                assert replay.run(slots_high=slots, policy=policy)["total"]["misses_high"] > least, policy
+
+
+def test_time_of_a_link_is_latency_and_bytes(tmp_path: Path) -> None:
+    write_accesses(tmp_path / "t", [1, 2, 1], 4)
+    with Replay(tmp_path / "t") as replay:
+        result = replay.run(slots_high=2, bandwidth=100, latency_us=5, compute_us=7)
+    assert result["stall_us"] == pytest.approx(2 * (5 + 1000 / 100))
+    assert result["time_us"] == pytest.approx(result["stall_us"] + 3 * 7)
