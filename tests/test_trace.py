@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import BUILD, ROOT, clean_environment, program
 
+from hobbit_py import Hobbit, _lib
 from hobbit_py import trace as trace_
 from hobbit_py.replay import POLICIES, Replay
 from hobbit_py.trace import Layer, Trace, TraceWriter
@@ -220,3 +222,28 @@ def test_time_of_a_link_is_latency_and_bytes(tmp_path: Path) -> None:
         result = replay.run(slots_high=2, bandwidth=100, latency_us=5, compute_us=7)
     assert result["stall_us"] == pytest.approx(2 * (5 + 1000 / 100))
     assert result["time_us"] == pytest.approx(result["stall_us"] + 3 * 7)
+
+
+@pytest.mark.parametrize("policy", ["hobbit", "lfu-model", "gate-mass"])
+def test_a_trace_may_begin_in_the_middle_of_a_run(tmp_path: Path, policy: str) -> None:
+    error = ctypes.create_string_buffer(1024)
+    file = tmp_path / "middle.trace"
+    with Hobbit(HIGH, low=LOW, cache="8MiB", policy=policy, n_ctx=128, n_threads=2, verbose=False) as llm:
+        tokens = llm.tokenize(TEXT.read_bytes()[:600])[:60]
+        llm.eval(tokens[:30])
+        with llm._engine() as ctx:
+            assert _lib.lib.hobbit_trace_start(ctx, bytes(file), error, len(error)), error.value
+            assert not _lib.lib.hobbit_trace_start(ctx, bytes(file), error, len(error))
+            assert b"already" in error.value
+        with llm.stats_delta() as delta:
+            for token in tokens[30:]:
+                llm.eval([token])
+        with llm._engine() as ctx:
+            assert _lib.lib.hobbit_trace_stop(ctx, error, len(error)), error.value
+        llm.eval(tokens[:1])
+    with Replay(file) as replay:
+        result = replay.run()
+    assert result["divergences"] == 0
+    assert result["total"]["evictions"] > 0
+    for name, value in result["total"].items():
+        assert name in TIMES or value == getattr(delta.stats.total, name), name

@@ -1281,9 +1281,13 @@ bool hobbit_trace_start(hobbit_context * ctx, const char * path, char * err, siz
     if (!open_trace(model, path, why)) {
         return hobbit_fail(err, err_size, why);
     }
-    for (const auto & [seq_id, records] : ctx->records) {
+    const auto write_records = [&](int context, int32_t seq_id, const hobbit_records & records) {
         const std::vector<uint8_t> payload = hobbit_trace_records(seq_id, records);
-        model.trace->event(HOBBIT_TRACE_RECORDS, ctx->trace_id, 0, 0, 0, 0, payload.data(), payload.size());
+        model.trace->event(HOBBIT_TRACE_RECORDS, context, 0, 0, 0, 0, payload.data(), payload.size());
+    };
+    write_records(HOBBIT_TRACE_MODEL, -1, model.totals);
+    for (const auto & [seq_id, records] : ctx->records) {
+        write_records(ctx->trace_id, seq_id, records);
     }
     trace_stats(*ctx, stats, labels);
     return true;

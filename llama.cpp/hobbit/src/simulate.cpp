@@ -939,7 +939,7 @@ void replay_run::run() {
                 hobbit_records records;
                 int32_t        seq_id;
                 if (hobbit_trace_parse_records(record.payload, record.head.size, totals.entries.size(), s.policy.policy == HOBBIT_POLICY_GATE_MASS, seq_id, records)) {
-                    context(record).records[seq_id] = records;
+                    (record.head.context == HOBBIT_TRACE_MODEL ? totals : context(record).records[seq_id]) = records;
                 }
                 break;
             }

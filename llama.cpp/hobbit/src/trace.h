@@ -15,6 +15,7 @@
 #include <vector>
 
 constexpr int HOBBIT_TRACE_VERSION = 1;
+constexpr int HOBBIT_TRACE_MODEL   = 0xffff; // the context of records that are the model's
 
 enum hobbit_trace_type : uint8_t {
     HOBBIT_TRACE_STEP        = 1,  // a ubatch begins
