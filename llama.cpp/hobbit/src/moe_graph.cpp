@@ -463,12 +463,13 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
             slot = place(evicted);
         }
         count.evictions += evicted >= 0 ? 1 : 0;
-        trace_read(ctx, slot >= 0 ? HOBBIT_TRACE_DEMAND : HOBBIT_TRACE_STREAM, route.layer, choice->id, precision, evicted);
+        const bool whole = slot >= 0 && !model.stream.is_begun(route.layer, choice->id, precision);
+        trace_read(ctx, whole ? HOBBIT_TRACE_DEMAND : HOBBIT_TRACE_STREAM, route.layer, choice->id, precision, evicted);
 
         if (slot >= 0) {
             ctx.pinned.emplace_back(precision, slot);
         }
-        if (slot >= 0 && !model.stream.is_begun(route.layer, choice->id, precision)) {
+        if (whole) {
             loading.push_back({ choice->id, (int8_t) precision, slot });
             continue;
         }

@@ -498,6 +498,7 @@ class replay_run {
     uint64_t                divergences   = 0;
     std::set<int64_t>       leave; // link_key of what the trace says was cancelled or failed after the running record
     std::map<int64_t, uint64_t> left_bytes;
+    std::set<int64_t>       passed; // the same of what was streamed: also a slot is filled by a stream that has begun
     std::vector<std::pair<hobbit_counters, std::pair<double, double>>> segments; // totals, time and stall when each sequence began
     std::vector<replay_wants> wants; // by key
     int64_t                 event = 0; // route events so far
@@ -618,6 +619,7 @@ void replay_run::unpin_all(replay_context & ctx) {
 void replay_run::collect(size_t i) {
     leave.clear();
     left_bytes.clear();
+    passed.clear();
     for (size_t k = i + 1; k < trace.records.size(); ++k) {
         const hobbit_trace_head & h = trace.records[k].head;
         if (h.context != trace.records[i].head.context && h.type != HOBBIT_TRACE_DONE) {
@@ -625,6 +627,9 @@ void replay_run::collect(size_t i) {
         }
         if (h.type == HOBBIT_TRACE_ROUTE || h.type == HOBBIT_TRACE_END || h.type == HOBBIT_TRACE_STEP) {
             break;
+        }
+        if (h.type == HOBBIT_TRACE_STREAM) {
+            passed.insert(link_key(h.layer, h.expert, h.precision));
         }
         if (h.type == HOBBIT_TRACE_CANCEL || h.type == HOBBIT_TRACE_FAIL) {
             leave.insert(link_key(h.layer, h.expert, h.precision));
@@ -730,9 +735,9 @@ void replay_run::place(replay_context & ctx, int layer, int64_t n_rows, std::vec
         ready_at = std::max(ready_at, link.demand(link_key(layer, id, precision), (double) bytes, now));
         if (slot >= 0) {
             ctx.pinned.emplace_back(precision, slot);
-        } else {
-            count.streamed++;
         }
+        const bool streamed = s.recorded ? passed.count(link_key(layer, id, precision)) > 0 : slot < 0;
+        count.streamed += streamed ? 1 : 0;
     }
     stall_us += ready_at - now;
     now       = ready_at;
