@@ -195,7 +195,7 @@ def _choose(replay: Replay, trace: Trace, half: int, bandwidth: float) -> Calibr
     if shares:
         share = min(shares, key=lambda s: shares[s])
         base["low_share"] = share
-        say(f"low share {share}: penalty {shares[share]:.0f}; with 0.05: {shares[0.05]:.0f}")
+        say(f"low share {share}: penalty {shares[share]:.0f}; with 0.2: {shares[0.2]:.0f}")
         result.settings["low-share"] = str(share)
     weights, cost = fit_weights(lambda w: train(policy="hobbit", weights=w))
     costs = {name: train(policy=name) for name in POLICIES if name != "hobbit"} | {"hobbit": cost}

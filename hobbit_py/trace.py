@@ -231,7 +231,7 @@ class TraceWriter:
             "weights": [0.25, 0.25, 0.25, 0.25],
             "low_cost": 0.25,
             "seed": 1,
-            "low_share": 0.05,
+            "low_share": 0.2,
             "prefetch": 0,
             "adaptive": 0,
             "rows_evict_max": 32,

@@ -47,7 +47,7 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "weights of recency, frequency, high-precision frequency and layer distance in the score of --hobbit-policy hobbit;\n"
         "scaled to sum to 1 (default: 0.25,0.25,0.25,0.25)"),
     HOBBIT_OPTION("low-share", "LOW_SHARE", "F",
-        "share of the cache's bytes for low-precision experts when both precisions are in use (default: 0.05)"),
+        "share of the cache's bytes for low-precision experts when both precisions are in use (default: 0.2)"),
     HOBBIT_OPTION("prefetch", "PREFETCH", "N",
         "read experts that the next N layers are likely to choose while this one computes: 0 to 8, off, or auto, which looks up\n"
         "to 2 layers ahead for as long as it pays (default: auto)"),

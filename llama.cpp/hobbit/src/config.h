@@ -42,7 +42,7 @@ struct hobbit_config {
     float             quality_budget = -1.0f; // perplexity increase in percent for which the profile chooses T1 and T2; < 0: none
 
     hobbit_policy_params policy;
-    float                low_share = 0.05f; // of the cache's bytes, when both precisions are in use
+    float                low_share = 0.2f; // of the cache's bytes, when both precisions are in use
 
     int         prefetch_depth    = 2;    // layers to look ahead, at most
     bool        prefetch_adaptive = true; // else always that many

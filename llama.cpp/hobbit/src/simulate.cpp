@@ -54,7 +54,7 @@ struct replay_settings {
     hobbit_thresholds    thresholds    = { HOBBIT_RULE_HIGH, 0.6f, 0.9f };
     bool                 deterministic = false;
     hobbit_policy_params policy;
-    float                low_share        = 0.05f;
+    float                low_share        = 0.2f;
     uint64_t             cache_bytes      = 0; // 0: n_slots as they are
     int                  prefetch         = 0;
     bool                 adaptive         = false;
