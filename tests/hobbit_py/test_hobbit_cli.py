@@ -93,7 +93,7 @@ def test_run_shows_a_status_line_on_a_terminal() -> None:
         (("run", "MODEL", "--set", "foo=1", "-p", "x"), 2, "io-threads"),
         (("stats", "nowhere.json"), 1, "hobbit: nowhere.json: No such file or directory"),
         (("plot", "nowhere.json", "-o", "x.png"), 1, "nowhere.json"),
-        (("serve", "MODEL", "--policy", "fifo"), 1, "hobbit, lru or lfu"),
+        (("serve", "MODEL", "--policy", "fifo"), 1, "hobbit, lru, lfu, lfu-model, lhu"),
         (("top", "http://127.0.0.1:1"), 1, "refused"),
     ],
 )

@@ -388,7 +388,7 @@ def test_from_pretrained_takes_low_from_the_repository(
         ({"cachee": 64}, TypeError, "did you mean 'cache'"),
         ({"t1": 2}, ValueError, "0 to 1"),
         ({"t1": 0.9, "t2": 0.5}, ValueError, "T1 must not exceed T2"),
-        ({"policy": "fifo"}, ValueError, "hobbit, lru or lfu"),
+        ({"policy": "fifo"}, ValueError, "hobbit, lru, lfu, lfu-model, lhu"),
         ({"precision": "low"}, ValueError, "needs --hobbit-low"),
         ({"cache": "1KiB"}, ValueError, "smallest setting that works"),
         ({"cache": "many"}, ValueError, "512MiB"),
