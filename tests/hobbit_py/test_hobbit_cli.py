@@ -210,9 +210,11 @@ def test_serve_answers_as_the_class_does() -> None:
 def test_the_openai_client_works_and_the_statistics_add_up() -> None:
     openai = pytest.importorskip("openai")
     evaluated: list[int] = []
+    own: list[dict[str, int]] = []  # the cache's numbers of each request
 
     def count(timings: dict[str, Any]) -> None:
         evaluated.append(timings["prompt_n"] + timings["predicted_n"] - 1)  # the last token is not evaluated
+        own.append(timings["hobbit"])
 
     with serving("-c", 1024, "--parallel", 4) as address:
         before = top.fetch(address, "secret")
@@ -242,6 +244,8 @@ def test_the_openai_client_works_and_the_statistics_add_up() -> None:
         assert len(evaluated) == 7
         delta = top.fetch(address, "secret") - before
         assert delta.prompt_tokens + delta.decode_tokens == sum(evaluated)
+        for name in own[0].keys() - {"shared"}:
+            assert getattr(delta.total, name) == sum(counts[name] for counts in own), name
         assert delta.total.hits + delta.total.misses + delta.total.skips == delta.total.lookups > 0
         assert f"of {delta.slots_high} slots" in show(address, api_key="secret")
         with pytest.raises(top.ServerError, match="401"):
