@@ -181,10 +181,10 @@ def bench(*options: object) -> list[dict[str, object]]:
 
 def test_bench_takes_lists_and_reports_what_the_cache_did() -> None:
     rows = bench(
-        "--hobbit-cache", "off,4MiB", "--hobbit-low", LOW, "--hobbit-policy", "lru,lfu", "--hobbit-prefetch", 0
+        "--hobbit-cache", "off,6MiB", "--hobbit-low", LOW, "--hobbit-policy", "lru,lfu", "--hobbit-prefetch", 0
     )
     settings = [(row["hobbit_cache"], row["hobbit_policy"], row["hobbit_prefetch"]) for row in rows]
-    assert settings == [("off", "", ""), ("4MiB", "lru", "0"), ("4MiB", "lfu", "0")]
+    assert settings == [("off", "", ""), ("6MiB", "lru", "0"), ("6MiB", "lfu", "0")]
     assert rows[0]["hobbit_hit_rate"] is None and rows[0]["hobbit_bytes_per_token"] is None
     for row in rows[1:]:
         assert 0 < row["hobbit_hit_rate"] < 1 and row["hobbit_bytes_per_token"] > 0 and row["hobbit_stall_share"] >= 0
