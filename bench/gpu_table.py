@@ -13,10 +13,11 @@ import argparse
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from cage import spread
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void; "
@@ -76,15 +77,11 @@ def card() -> str:
     return done.stdout.strip().replace("\n", "; ") or "no card"
 
 
-def show(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} .. {max(values):.2f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--low", type=Path, help="low-precision file; adds the sides 'hobbit'")
-    parser.add_argument("--cache", action="append", metavar="SIZE", help="as --hobbit-cache, or P%% of the model file")
+    parser.add_argument("--cache", action="append", metavar="SIZE", help="of the pools on the card, or P%% of the model file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=512, help="about this many")
@@ -101,9 +98,10 @@ def main() -> None:
     sides = [Side("stock, experts in RAM", ["--cpu-moe"]), Side("stock, all on the GPU", [])]
     for cache in args.cache or ["25%", "50%", "75%"]:
         size = cache_size(cache, args.model)
-        sides.append(Side(f"exact, {size}", ["--hobbit-cache", size, "--hobbit-precision", "high"]))
+        pool = ["--hobbit-device-cache" if args.ngl > 0 else "--hobbit-cache", size]
+        sides.append(Side(f"exact, {size}", [*pool, "--hobbit-precision", "high"]))
         if args.low:
-            sides.append(Side(f"hobbit, {size}", ["--hobbit-cache", size, "--hobbit-low", str(args.low)]))
+            sides.append(Side(f"hobbit, {size}", [*pool, "--hobbit-low", str(args.low)]))
     for extra in args.side:
         name, _, options = extra.partition("=")
         sides.append(Side(name, options.split()))
@@ -124,8 +122,8 @@ def main() -> None:
         if side.refused:
             print(f"{side.name:<28} did not run: {side.refused}")
             continue
-        ratio = show([a / b for a, b in zip(side.decode, ran[0].decode, strict=True)])
-        print(f"{side.name:<28} {show(side.decode):<30} {ratio:<28} {show(side.prefill)}")
+        ratio = spread([a / b for a, b in zip(side.decode, ran[0].decode, strict=True)])
+        print(f"{side.name:<28} {spread(side.decode):<30} {ratio:<28} {spread(side.prefill)}")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ static void names_are_known_or_listed() {
         CHECK(strcmp(hobbit_policy_name(get(h).policy.policy), policy) == 0);
     }
     CHECK(!set(h, "precision", "medium").empty());
-    CHECK(get(h).device_cache_auto && !get(h).device_cache_off);
+    CHECK(!get(h).device_cache_auto && get(h).device_cache_off);
     CHECK(set(h, "device-cache", "3GiB").empty());
     CHECK(!get(h).device_cache_auto && !get(h).device_cache_off && get(h).device_cache_bytes == 3ull << 30);
     CHECK(set(h, "device-cache", "off").empty() && get(h).device_cache_off);

@@ -20,7 +20,7 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
     HOBBIT_OPTION("device-cache", "DEVICE_CACHE", "SIZE",
         "memory on the GPUs for routed experts of the layers that --n-gpu-layers puts there, all GPUs together; auto: what is\n"
         "free once the other weights are loaded, minus 1/4 of each GPU's memory (at least 512 MiB); off: the CPU computes\n"
-        "experts (default: auto)"),
+        "experts (default: off, until this path has run on a GPU)"),
     HOBBIT_OPTION("low", "LOW", "FILE",
         "GGUF of the same model whose experts serve as the low-precision copies; any shard of a sharded file"),
     HOBBIT_OPTION("precision", "PRECISION", "RULE",

@@ -28,8 +28,8 @@ enum hobbit_repack : int8_t {
 struct hobbit_config {
     bool        cache_auto  = true;
     uint64_t    cache_bytes = 0; // when not auto
-    bool        device_cache_auto  = true;
-    bool        device_cache_off   = false;
+    bool        device_cache_auto  = false;
+    bool        device_cache_off   = true;
     uint64_t    device_cache_bytes = 0; // when neither
     std::string low_path;        // "": no low-precision file named
 
