@@ -81,7 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--low", type=Path, help="low-precision file; adds the sides 'hobbit'")
-    parser.add_argument("--cache", action="append", metavar="SIZE", help="of the pools on the card, or P%% of the model file")
+    parser.add_argument(
+        "--cache", action="append", metavar="SIZE", help="of the pools on the card, or P%% of the model"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=512, help="about this many")
