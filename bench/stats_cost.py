@@ -37,7 +37,7 @@ class Reader(threading.Thread):
         due = time.perf_counter()
         while not self.ended.wait(max(0.0, due - time.perf_counter())):
             start = time.thread_time()
-            self.model.cache_stats()
+            _ = self.model.cache_stats().total.hit_rate
             self.cpu_s += time.thread_time() - start
             self.n += 1
             due += self.period_s

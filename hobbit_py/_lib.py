@@ -110,10 +110,13 @@ class StatsHead(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("prompt_tokens", "prompt_us", "decode_tokens", "decode_us")),
-        *((name, ctypes.c_uint64) for name in ("steps", "failed_steps", "lookups", "hits", "read_bytes", "stall_us")),
+        *((name, ctypes.c_uint64) for name in ("steps", "failed_steps", "prompt_stall_us", "decode_stall_us")),
+        *((name, ctypes.c_uint64) for name in ("prompt_disk_us", "decode_disk_us", "expected_wasted_bytes")),
+        *((name, ctypes.c_uint64) for name in ("lookups", "hits", "read_bytes", "stall_us")),
         ("cache_bytes", ctypes.c_uint64),
         *((name, ctypes.c_int32) for name in ("slots_high", "slots_low", "resident_high", "resident_low")),
         ("prefetch", ctypes.c_char * 256),
+        ("warm_start", ctypes.c_char * 256),
     ]
 
 

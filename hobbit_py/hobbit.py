@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from hobbit_py import _lib
 from hobbit_py.receipt import Receipt, curve_of
-from hobbit_py.stats import CacheStats, Counters, LayerStats, Placement, counters_of
+from hobbit_py.stats import CacheStats, Placement, Raw
 
 from llama_cpp import Llama as Llama  # isort: skip - after _lib, which decides what it loads
 
@@ -458,36 +458,27 @@ class _StatsReader:
         json_stats = CacheStats.from_json(_lib.read_text(_lib.lib.hobbit_stats_json, ctx))
         assert json_stats.resident is not None
         self._fixed = {name: getattr(json_stats, name) for name in ("version", "precision", "policy")}
-        self._blocks = [layer.block for layer in json_stats.layers]
-        self._widths = [len(digits) for digits in json_stats.resident]
+        self._blocks = tuple(layer.block for layer in json_stats.layers)
+        self._widths = tuple(len(digits) for digits in json_stats.resident)
         self._head = _lib.StatsHead()
         self._counters = np.zeros((len(self._blocks), len(_lib.COUNTER_NAMES)), dtype=np.uint64)
-        self._resident = np.zeros((len(self._blocks), max(self._widths)), dtype="S1")
+        self._resident = ctypes.create_string_buffer(len(self._blocks) * max(self._widths))
+        self._into = (ctypes.byref(self._head), self._counters.ctypes.data, ctypes.addressof(self._resident))
 
     def read(self, ctx: int) -> CacheStats:
-        _lib.lib.hobbit_stats_read(
-            ctx, ctypes.byref(self._head), self._counters.ctypes.data, self._resident.ctypes.data
-        )
-        digits = self._resident.tobytes().decode()
-        width = self._resident.shape[1]
-        head = {name: getattr(self._head, name) for name in _HEAD_FIELDS}
-        return CacheStats(
-            **self._fixed,
-            **head,
-            prefetch=self._head.prefetch.decode("utf-8", errors="replace"),
-            total=counters_of(
-                Counters, dict(zip(_lib.COUNTER_NAMES, self._counters.sum(axis=0).tolist(), strict=True))
-            ),
-            layers=tuple(
-                counters_of(LayerStats, {**dict(zip(_lib.COUNTER_NAMES, row, strict=True)), "block": block})
-                for block, row in zip(self._blocks, self._counters.tolist(), strict=True)
-            ),
-            resident=tuple(digits[i * width : i * width + n] for i, n in enumerate(self._widths)),
-        )
+        _lib.lib.hobbit_stats_read(ctx, *self._into)
+        head = self._head
+        plain = {name: getattr(head, name) for name in _HEAD_FIELDS}
+        plain |= self._fixed
+        for name in _HEAD_TEXTS:
+            plain[name] = getattr(head, name).decode("utf-8", errors="replace")
+        raw = Raw(_lib.COUNTER_NAMES, self._blocks, self._widths, self._counters.copy(), self._resident.raw)
+        return CacheStats.from_raw(plain, raw)
 
 
+_HEAD_TEXTS = ("prefetch", "warm_start")
 _HEAD_FIELDS = tuple(
-    f.name for f in dataclasses.fields(CacheStats) if hasattr(_lib.StatsHead, f.name) and f.name != "prefetch"
+    f.name for f in dataclasses.fields(CacheStats) if hasattr(_lib.StatsHead, f.name) and f.name not in _HEAD_TEXTS
 )
 
 

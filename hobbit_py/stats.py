@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 VERSION = 1  # of the JSON
 
@@ -60,6 +60,11 @@ class Counters:
     prefetch_used: int = 0  # of them, those that the router then chose; they count as hits
     prefetch_wasted: int = 0
     prefetch_bytes: int = 0  # read ahead, used or not
+    device_hits: int = 0  # of the hits, those in the memory of the device that computes the layer
+    device_evictions: int = 0
+    upload_bytes: int = 0  # copied to devices, ahead or not
+    ahead_issued: int = 0  # experts copied to devices ahead
+    ahead_used: int = 0  # of them, those that the router then chose
     stall_us: int = 0  # time in which the computation waited for bytes
 
     @property
@@ -102,14 +107,29 @@ class LayerStats(Counters):
     block: int = -1  # number of the block in the model, as in tensor names
 
 
-_C = TypeVar("_C", bound=Counters)
+@dataclass(frozen=True)
+class Raw:
+    """Numbers as the engine wrote them, for statistics that are taken apart only when somebody looks."""
 
+    names: tuple[str, ...]  # of the counters
+    blocks: tuple[int, ...]
+    widths: tuple[int, ...]  # experts of each layer
+    counters: Any  # numpy [layer, counter]
+    resident: bytes  # [layer, largest width], digits
 
-def counters_of(cls: type[_C], values: dict[str, int]) -> _C:
-    """An instance with these values for all its fields, without the time that a frozen dataclass takes to set them."""
-    counters = cls.__new__(cls)
-    counters.__dict__.update(values)
-    return counters
+    def total(self) -> Counters:
+        sums = dict(zip(self.names, self.counters.sum(axis=0).tolist(), strict=True))
+        return Counters(**_known(Counters, sums))
+
+    def layers(self) -> tuple[LayerStats, ...]:
+        rows = (dict(zip(self.names, row, strict=True)) for row in self.counters.tolist())
+        return tuple(
+            LayerStats(block=block, **_known(LayerStats, row)) for block, row in zip(self.blocks, rows, strict=True)
+        )
+
+    def digits(self) -> tuple[str, ...]:
+        text, width = self.resident.decode(), max(self.widths)
+        return tuple(text[i * width : i * width + n] for i, n in enumerate(self.widths))
 
 
 @dataclass(frozen=True)
@@ -123,6 +143,7 @@ class CacheStats:
     precision: str = ""
     policy: str = ""
     prefetch: str = ""  # depth in effect, and why
+    warm_start: str = ""  # what became of the experts of the last run
     cache_bytes: int = 0
     slots_high: int = 0
     slots_low: int = 0
@@ -132,11 +153,33 @@ class CacheStats:
     prompt_us: int = 0
     decode_tokens: int = 0
     decode_us: int = 0
+    prompt_stall_us: int = 0  # of prompt_us, the computation waited for bytes
+    decode_stall_us: int = 0
+    prompt_disk_us: int = 0  # and a read was under way
+    decode_disk_us: int = 0
+    expected_wasted_bytes: int = 0  # read for large batches in vain
     steps: int = 0
     failed_steps: int = 0
     total: Counters = field(default_factory=Counters)
-    layers: tuple[LayerStats, ...] = ()
-    resident: tuple[str, ...] | None = None  # per layer, a digit per expert: 0 absent, 1 low, 2 high
+    # no value in the class for these three, so that __getattr__ is asked for them
+    layers: tuple[LayerStats, ...] = field(default_factory=tuple)
+    # per layer, a digit per expert: 0 absent, 1 low, 2 high
+    resident: tuple[str, ...] | None = field(default_factory=lambda: None)
+
+    def __getattr__(self, name: str) -> Any:
+        raw = self.__dict__.get("_raw")
+        if raw is None or name not in ("total", "layers", "resident"):
+            raise AttributeError(f"'CacheStats' has no attribute '{name}'")
+        value = raw.digits() if name == "resident" else getattr(raw, name)()
+        self.__dict__[name] = value
+        return value
+
+    @classmethod
+    def from_raw(cls, plain: dict[str, Any], raw: Raw) -> CacheStats:
+        """From values for all fields but `total`, `layers` and `resident`, which come from `raw` when asked for."""
+        stats = cls.__new__(cls)
+        stats.__dict__.update(plain, _raw=raw)
+        return stats
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CacheStats:
@@ -224,7 +267,10 @@ class CacheStats:
         )
 
 
-_COUNTED = ("prompt_tokens", "prompt_us", "decode_tokens", "decode_us", "steps", "failed_steps")
+_COUNTED = (
+    *("prompt_tokens", "prompt_us", "decode_tokens", "decode_us", "steps", "failed_steps"),
+    *("prompt_stall_us", "decode_stall_us", "prompt_disk_us", "decode_disk_us", "expected_wasted_bytes"),
+)
 
 
 @dataclass(frozen=True)

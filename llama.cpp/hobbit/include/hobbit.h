@@ -170,10 +170,11 @@ HOBBIT_API size_t hobbit_sequence_json(struct hobbit_context * ctx, int32_t seq_
 // the JSON as numbers, for who reads often
 struct hobbit_stats_head {
     uint64_t prompt_tokens, prompt_us, decode_tokens, decode_us, steps, failed_steps;
+    uint64_t prompt_stall_us, decode_stall_us, prompt_disk_us, decode_disk_us, expected_wasted_bytes;
     uint64_t lookups, hits, read_bytes, stall_us; // over all layers; all that was read, on demand and ahead
     uint64_t cache_bytes;
     int32_t  slots_high, slots_low, resident_high, resident_low;
-    char     prefetch[256];
+    char     prefetch[256], warm_start[256];
 };
 HOBBIT_API const char * hobbit_counter_name(int i); // NULL beyond the last
 // counters[layer * number of counters + i]; resident[layer * n_expert + expert]: '0' absent, '1' low, '2' high, as of the last

@@ -1241,6 +1241,11 @@ void hobbit_stats_read(hobbit_context * ctx, hobbit_stats_head * head, uint64_t 
     head->decode_us     = s.decode_us;
     head->steps         = s.steps;
     head->failed_steps  = s.failed_steps;
+    head->prompt_stall_us = s.prompt_stall_us;
+    head->decode_stall_us = s.decode_stall_us;
+    head->prompt_disk_us  = s.prompt_disk_us;
+    head->decode_disk_us  = s.decode_disk_us;
+    head->expected_wasted_bytes = s.expected_wasted_bytes;
     const hobbit_counters total = s.total();
     head->lookups       = total.lookups;
     head->hits          = total.hits;
@@ -1252,6 +1257,7 @@ void hobbit_stats_read(hobbit_context * ctx, hobbit_stats_head * head, uint64_t 
     head->resident_high = l.n_used[HOBBIT_HIGH];
     head->resident_low  = l.n_used[HOBBIT_LOW];
     snprintf(head->prefetch, sizeof(head->prefetch), "%s", l.prefetch.c_str());
+    snprintf(head->warm_start, sizeof(head->warm_start), "%s", l.warm.c_str());
 
     for (size_t layer = 0; layer < s.layers.size(); ++layer) {
         if (counters) {
