@@ -1,6 +1,6 @@
 """Decode and prefill of a model that does not fit: stock mmap against the expert cache, under one memory cap.
 
-    sudo .venv/bin/python bench/capped.py MODEL [--low FILE] [--cap-share 0.35] [--rounds 5] [--prompt-tokens 512]
+    sudo .venv/bin/python bench/capped.py MODEL [--low FILE] [--cap-share 0.35] [--rounds 5] [--prompt-tokens 506]
 
 Needs root and cgroup v1. Each measurement runs build/bin/llama-completion twice in a child cgroup that caps anonymous
 memory and page cache at the given share of the model file: once for the prompt alone (the prefill column), once for
@@ -10,6 +10,8 @@ are taken within a round against the better of the two stock sides (read_ahead_k
 
     waits     share of decode time in which compute stood still for bytes
     idle      share of decode time in which nothing was being read
+    Belady    bytes per token that a rule which knows the future would read: the run's own choices and budget,
+              replayed, nothing read ahead
     / bound   time per token over max(compute, bytes / bandwidth): compute from the side that runs without a cap,
               bandwidth of random direct reads of one expert piece, measured in the same round
 
@@ -35,10 +37,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gguf_tools.plan import expert_piece, measure_disk
+from hobbit_py.replay import Replay
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "In the beginning God created the heaven and the earth. And the earth was without form, and void; "
-TOKENS_OF_PROMPT = 21  # of tiny-moe's tokenizer, about
+TOKENS_OF_PROMPT = 23  # of tiny-moe's tokenizer, about
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Side:
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     bytes_per_token: list[float] = field(default_factory=list)
+    belady: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
@@ -69,18 +73,19 @@ class Run:
     bytes: int
     peak: int
     stats: dict[str, Any]
+    belady: int  # bytes
 
 
 def run(side: Side, args: argparse.Namespace, tokens: int, memory: int | None, read_bps: int | None = None) -> Run:
     """One process; tokens/s from llama.cpp's own timings, bytes from the block device."""
     device = block_device(args.model)
     with tempfile.TemporaryDirectory() as scratch, read_ahead(device, side.read_ahead_kib):
-        stats = Path(scratch) / "stats.json"
+        stats, trace = Path(scratch) / "stats.json", Path(scratch) / "trace"
         command = [args.bin / "llama-completion", "-m", args.model, "-no-cnv", "-p", args.prompt, "-n", tokens]
         command += ["--ignore-eos", "--temp", 0, "-t", args.threads, "-c", args.context, "-b", 512, "-ub", 512]
         command += ["-lv", 4, "--no-warmup", "--no-display-prompt", *side.options]
         if any(option.startswith("--hobbit") for option in side.options):
-            command += ["--hobbit-stats", stats]
+            command += ["--hobbit-stats", stats, "--hobbit-trace", trace]
         drop_caches()
         cage = Cage(memory if side.capped else None, read_bps, device)
         before = bytes_read(device)
@@ -101,7 +106,16 @@ def run(side: Side, args: argparse.Namespace, tokens: int, memory: int | None, r
             shown = " ".join(str(c) for c in command)
             raise SystemExit(f"{shown}\nended with {done.returncode}, {kills} kills:\n{done.stderr[-3000:]}")
         known = json.loads(stats.read_text()) if stats.exists() else {}
-        return Run(done.stdout, float(prefill[1]), float(decode[1]), count, peak, known)
+        return Run(done.stdout, float(prefill[1]), float(decode[1]), count, peak, known, belady_bytes(trace))
+
+
+def belady_bytes(trace: Path) -> int:
+    """What the recorded choices would read at the recorded cache size if each eviction knew the future."""
+    if not trace.exists():
+        return 0
+    with Replay(trace) as replay:
+        total = replay.run(policy="belady", prefetch=0, adaptive=False)["total"]
+    return int(total["read_bytes_high"] + total["read_bytes_low"])
 
 
 def measure(side: Side, args: argparse.Namespace, memory: int, read_bps: int | None = None) -> None:
@@ -116,6 +130,7 @@ def measure(side: Side, args: argparse.Namespace, memory: int, read_bps: int | N
     if whole.stats:
         total, first = whole.stats["total"], prompt.stats["total"]
         lookups = total["lookups"] - first["lookups"]
+        side.belady.append((whole.belady - prompt.belady) / (args.tokens - 1))
         side.hits.append((total["hits"] - first["hits"]) / max(1, lookups))
         if "decode_stall_us" in whole.stats:
             side.waits.append(whole.stats["decode_stall_us"] / whole.stats["decode_us"])
@@ -138,7 +153,8 @@ def make_sides(args: argparse.Namespace) -> list[Side]:
     if args.low:
         low = ["--hobbit-low", str(args.low)]
         sides.append(Side("hobbit", [*fork, *low], reference="hobbit, no cap"))
-        sides.append(Side("hobbit, no skips", [*fork, *low, "--hobbit-t2", "1"], reference="hobbit, no cap"))
+        for name, options in (("no skips", "--hobbit-t2 1"), ("prefill by mass", "--hobbit-prefill-precision mass")):
+            sides.append(Side(f"hobbit, {name}", [*fork, *low, *options.split()], reference="hobbit, no cap"))
     for extra in args.side:
         name, _, options = extra.partition("=")
         sides.append(Side(name, options.split()))
@@ -156,7 +172,7 @@ def main() -> None:
     parser.add_argument("--cache", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="about this many")
+    parser.add_argument("--prompt-tokens", type=int, default=506, help="about this many; one ubatch is 512")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-8192", action="store_true", help="leave out stock with read_ahead_kb 8192")
@@ -192,7 +208,7 @@ def main() -> None:
         return spread(values, 0.01, 0) if values else ""
 
     table = Table()
-    for column in ("", "decode tok/s", "/ stock", "prefill tok/s", "/ stock", "MiB/token", "hits %"):
+    for column in ("", "decode tok/s", "/ stock", "prefill tok/s", "/ stock", "MiB/token", "Belady", "hits %"):
         table.add_column(column)
     for column in ("waits %", "idle %", "/ bound", "peak MiB"):
         table.add_column(column)
@@ -204,6 +220,7 @@ def main() -> None:
             spread(side.prefill, digits=0),
             ratio(side, "prefill"),
             spread(side.bytes_per_token, 2**20, 1),
+            spread(side.belady, 2**20, 1) if side.belady else "",
             share(side.hits),
             share(side.waits),
             share(side.idle),
