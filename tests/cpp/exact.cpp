@@ -65,6 +65,7 @@ static void usage(FILE * out) {
         "  --cache SIZE          as --hobbit-cache, or P% of all expert bytes, or min: the smallest that the engine accepts\n"
         "  --hobbit NAME=VALUE   any other option of the engine; may be repeated\n"
         "  --sim N               run the managed model on N simulated accelerators\n"
+        "  --ngl N               both models have N layers on the GPUs there are (default 0)\n"
         "  --device-cache SIZE   as --hobbit-device-cache, or P% of all expert bytes (default 100%)\n"
         "  --versus SIZE         compare with the same managed model under this cache (on the CPU), not with stock\n"
         "  --swap-experts FILE   instead: stock against a copy (FILE, deleted afterwards) with experts 0 and 1 exchanged;\n"
@@ -87,6 +88,7 @@ struct options {
     unsigned         seed       = 1;
     std::string      cache      = "min";
     int              sim        = 0;
+    int              ngl        = 0;
     std::string      device_cache = "100%";
     std::string      versus;
     std::string      swap_copy;
@@ -156,6 +158,7 @@ static options parse(int argc, char ** argv) {
         else if (name == "--cache")           { o.cache      = value; }
         else if (name == "--versus")          { o.versus     = value; }
         else if (name == "--sim")             { o.sim        = parse_int(value, 1); }
+        else if (name == "--ngl")             { o.ngl        = parse_int(value, 0); }
         else if (name == "--device-cache")    { o.device_cache = value; }
         else if (name == "--swap-experts")    { o.swap_copy  = value; }
         else if (name == "--stock-only-dump") { o.dump       = value; }
@@ -316,7 +319,8 @@ struct refused : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-using model_ptr   = std::unique_ptr<llama_model,   decltype(&llama_model_free)>;
+static bool use_repack   = false;
+static int  n_gpu_layers = 0;
 using context_ptr = std::unique_ptr<llama_context, decltype(&llama_free)>;
 
 static bool use_repack = false;
@@ -341,10 +345,10 @@ static llama_model * load_with(const std::string & path, const llama_model_kv_ov
     llama_model_params params = llama_model_default_params();
     params.load_mode       = LLAMA_LOAD_MODE_NONE;
     params.use_extra_bufts = use_repack; // repacked weights give other bits
-    params.n_gpu_layers    = 0;
+    params.n_gpu_layers    = n_gpu_layers;
     params.kv_overrides    = overrides;
     static ggml_backend_dev_t no_devices[] = { nullptr };
-    params.devices = no_devices;
+    params.devices = n_gpu_layers > 0 ? nullptr : no_devices;
     if (on_sim && !sim_devices.empty()) {
         params.devices      = sim_devices.data();
         params.n_gpu_layers = -1; // all
@@ -376,7 +380,9 @@ static llama_model * try_managed(const options & o, const std::string & cache, b
     char          err[1024];
     const int32_t config = hobbit_config_new();
     bool ok = hobbit_config_set(config, "cache", cache.c_str(), err, sizeof(err));
-    ok = ok && hobbit_config_set(config, "device-cache", resolve(o, o.device_cache).c_str(), err, sizeof(err));
+    if (on_sim || o.ngl > 0) {
+        ok = ok && hobbit_config_set(config, "device-cache", resolve(o, o.device_cache).c_str(), err, sizeof(err));
+    }
     for (const auto & [name, value] : o.hobbit) {
         ok = ok && hobbit_config_set(config, name.c_str(), value.c_str(), err, sizeof(err));
     }
@@ -671,7 +677,8 @@ int main(int argc, char ** argv) {
         return EXIT_BROKEN;
     }
     log_verbose = o.verbose;
-    use_repack  = o.repack;
+    use_repack   = o.repack;
+    n_gpu_layers = o.ngl;
     llama_log_set(on_log, nullptr);
     llama_backend_init();
     if (o.sim > 0) {
