@@ -319,11 +319,11 @@ struct refused : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-static bool use_repack   = false;
-static int  n_gpu_layers = 0;
+using model_ptr   = std::unique_ptr<llama_model,   decltype(&llama_model_free)>;
 using context_ptr = std::unique_ptr<llama_context, decltype(&llama_free)>;
 
-static bool use_repack = false;
+static bool use_repack   = false;
+static int  n_gpu_layers = 0;
 
 // accelerators of this process; a model that is not told of them does not use them
 static std::vector<ggml_backend_dev_t> sim_devices;
@@ -676,7 +676,7 @@ int main(int argc, char ** argv) {
         usage(stderr);
         return EXIT_BROKEN;
     }
-    log_verbose = o.verbose;
+    log_verbose  = o.verbose;
     use_repack   = o.repack;
     n_gpu_layers = o.ngl;
     llama_log_set(on_log, nullptr);
