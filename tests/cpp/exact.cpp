@@ -380,7 +380,7 @@ static llama_model * try_managed(const options & o, const std::string & cache, b
     char          err[1024];
     const int32_t config = hobbit_config_new();
     bool ok = hobbit_config_set(config, "cache", cache.c_str(), err, sizeof(err));
-    if (on_sim || o.ngl > 0) {
+    if (o.sim > 0 || o.ngl > 0) {
         ok = ok && hobbit_config_set(config, "device-cache", resolve(o, o.device_cache).c_str(), err, sizeof(err));
     }
     for (const auto & [name, value] : o.hobbit) {
