@@ -21,12 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def perplexity(args: argparse.Namespace, options: list[str]) -> tuple[str, dict[str, int] | None]:
-    """The final estimate as text, and the totals of the cache's statistics if it was on."""
+def perplexity(args: argparse.Namespace, options: list[str], ubatch: int = 1) -> tuple[float, float, dict[str, int]]:
+    """The final estimate, its standard error, and the totals of the cache's statistics ({} without options)."""
     with tempfile.TemporaryDirectory() as folder:
         stats = Path(folder) / "stats.json"
-        command = [args.bin / "llama-perplexity", "-m", args.model, "-f", args.text, "-t", args.threads]
-        command += ["-c", args.context, "-b", args.context, "-ub", 1, "--chunks", args.chunks, "--no-repack", *options]
+        command = [args.bin / "llama-perplexity", "-m", args.model, "-f", args.text, "-t", args.threads, "--no-repack"]
+        command += ["-c", args.context, "-b", args.context, "-ub", ubatch, "--chunks", args.chunks, *options]
         if options:
             command += ["--hobbit-stats", stats]
         done = subprocess.run(
@@ -38,10 +38,10 @@ def perplexity(args: argparse.Namespace, options: list[str]) -> tuple[str, dict[
             env=os.environ | {"OMP_WAIT_POLICY": "passive"},
             check=False,
         )
-        found = re.search(r"Final estimate: PPL = ([\d.]+ \+/- [\d.]+)", done.stdout + done.stderr)
+        found = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", done.stdout + done.stderr)
         if done.returncode != 0 or not found:
             raise SystemExit(f"{' '.join(str(c) for c in command)}\nfailed ({done.returncode}):\n{done.stderr[-2000:]}")
-        return found[1].replace("+/-", "±"), json.loads(stats.read_text())["total"] if options else None
+        return float(found[1]), float(found[2]), json.loads(stats.read_text())["total"] if options else {}
 
 
 def main() -> None:
@@ -70,14 +70,15 @@ def main() -> None:
     print("| experts | perplexity | high | low | skipped | bytes if all missed |")
     print("|---|---|---|---|---|---|")
     for name, options in settings.items():
-        ppl, total = perplexity(args, options)
-        if total is None:
-            print(f"| {name} | {ppl} | | | | |", flush=True)
+        ppl, error, total = perplexity(args, options)
+        estimate = f"{ppl:.4f} ± {error:.5f}"
+        if not total:
+            print(f"| {name} | {estimate} | | | | |", flush=True)
             continue
         n = total["selected_high"] + total["selected_low"] + total["selected_skip"]
         high, low_share, skip = (100 * total[f"selected_{x}"] / n for x in ("high", "low", "skip"))
         shares = f"{high:.1f} % | {low_share:.1f} % | {skip:.1f} % | {high + ratio * low_share:.0f} %"
-        print(f"| {name} | {ppl} | {shares} |", flush=True)
+        print(f"| {name} | {estimate} | {shares} |", flush=True)
 
 
 if __name__ == "__main__":

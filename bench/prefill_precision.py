@@ -11,37 +11,9 @@ selections in high precision, and expert bytes read per ubatch, relative to exac
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
-import subprocess
-import tempfile
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def measure(args: argparse.Namespace, options: list[str]) -> tuple[float, float, dict[str, Any]]:
-    """Perplexity, its standard error, and the totals of the cache's statistics."""
-    with tempfile.TemporaryDirectory() as folder:
-        stats = Path(folder) / "stats.json"
-        command = [args.bin / "llama-perplexity", "-m", args.model, "-f", args.text, "-t", args.threads, "--no-repack"]
-        command += ["-c", args.context, "-b", args.context, "-ub", args.context, "--chunks", args.chunks]
-        command += ["--hobbit-cache", args.cache, "--hobbit-deterministic", "--hobbit-stats", stats, *options]
-        done = subprocess.run(
-            [str(c) for c in command],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"OMP_WAIT_POLICY": "passive"},
-            check=False,
-        )
-        found = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", done.stdout + done.stderr)
-        if done.returncode != 0 or not found:
-            raise SystemExit(f"{' '.join(str(c) for c in command)}\nfailed ({done.returncode}):\n{done.stderr[-2000:]}")
-        return float(found[1]), float(found[2]), json.loads(stats.read_text())["total"]
+from perplexity import ROOT, perplexity
 
 
 def main() -> None:
@@ -59,9 +31,11 @@ def main() -> None:
     print(f"| {args.low.name}, {args.context} tokens per ubatch | perplexity | difference | high | bytes read |")
     print("|---|---|---|---|---|")
     exact, exact_bytes = 0.0, 0.0
+    cache = ["--hobbit-cache", args.cache, "--hobbit-deterministic"]
     for rule in ("exact", "highest", "mass", "low"):
         options = ["--hobbit-low", str(args.low), "--hobbit-prefill-precision", rule]
-        ppl, error, total = measure(args, ["--hobbit-precision", "high"] if rule == "exact" else options)
+        options = ["--hobbit-precision", "high"] if rule == "exact" else options
+        ppl, error, total = perplexity(args, [*cache, *options], args.context)
         read = total["read_bytes_high"] + total["read_bytes_low"]
         if rule == "exact":
             exact, exact_bytes = ppl, read
