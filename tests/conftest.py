@@ -37,6 +37,19 @@ def program(name: str) -> Path:
     return path
 
 
+def finish(*command: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end without input; what it says may hold any bytes."""
+    return subprocess.run(
+        list(map(str, command)),
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+    )
+
+
 @dataclass(frozen=True)
 class Exact:
     """One answer of hobbit-exact: its exit code, and its line of JSON."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BUILD, ROOT, clean_environment, program
+from conftest import BUILD, ROOT, clean_environment, finish, program
 
 HIGH = ROOT / "models/tiny-moe/tiny-moe-F16.gguf"
 LOW = BUILD / "models/tiny-moe-Q4_0.gguf"
@@ -159,15 +159,7 @@ def test_parallel_sequences_in_exact_mode_say_what_stock_says() -> None:
 
 def test_a_missing_low_file_ends_the_server(tmp_path: Path) -> None:
     absent = tmp_path / "absent.gguf"
-    done = subprocess.run(
-        [str(program("llama-server")), "-m", str(HIGH), "--hobbit-low", str(absent)],
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=60,
-    )
+    done = finish(program("llama-server"), "-m", HIGH, "--hobbit-low", absent, timeout=60)
     assert done.returncode != 0
     assert str(absent) in done.stderr
 

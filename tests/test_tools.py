@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BUILD, ROOT, clean_environment, program
+from conftest import BUILD, ROOT, clean_environment, finish, program
 
 HIGH = ROOT / "models/tiny-moe/tiny-moe-F16.gguf"
 LOW = BUILD / "models/tiny-moe-Q4_0.gguf"
@@ -22,15 +22,7 @@ def command(tool: str, *options: object) -> list[str]:
 
 
 def run(tool: str, *options: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(tool, *options),
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=240,
-    )
+    done = finish(*command(tool, *options))
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -211,7 +203,5 @@ def test_bench_says_why_a_cache_will_not_do() -> None:
         (("--hobbit-policy", "lru,best"), "--hobbit-policy"),
         (("--hobbit-cash", "4MiB"), "no option --hobbit-cash"),
     ):
-        done = subprocess.run(
-            command("llama-bench", "-p", 0, "-n", 4, *options), env=clean_environment(), capture_output=True, text=True
-        )
+        done = finish(*command("llama-bench", "-p", 0, "-n", 4, *options))
         assert done.returncode == 1 and re.search(why, done.stderr), done.stderr

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BUILD, ROOT, clean_environment, program
+from conftest import BUILD, ROOT, finish, program
 
 from hobbit_py import Hobbit, _lib
 from hobbit_py import trace as trace_
@@ -47,15 +46,7 @@ def record(folder: Path, *options: object, tool: str = "llama-completion") -> tu
             48,
             "--ignore-eos",
         ]
-    done = subprocess.run(
-        list(map(str, arguments)),
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=240,
-    )
+    done = finish(*arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return trace, json.loads(stats.read_text())
 
@@ -159,23 +150,8 @@ def test_damaged_traces_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_an_unwritable_place_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            str(program("llama-completion")),
-            "-m",
-            str(HIGH),
-            "--hobbit-trace",
-            str(tmp_path / "no/such.trace"),
-            "-p",
-            "a",
-            "-n",
-            "1",
-        ],
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    trace = tmp_path / "no/such.trace"
+    done = finish(program("llama-completion"), "-m", HIGH, "--hobbit-trace", trace, "-p", "a", "-n", 1)
     assert done.returncode != 0
     assert "such.trace: the trace cannot be written" in done.stderr
 
