@@ -78,56 +78,76 @@ static void a_model_without_norms_is_not_predicted() {
     CHECK(why.find("block 0") != std::string::npos);
 }
 
+// steps until the governor looks ahead, or n
+static int steps_until_on(hobbit_governor & g, float demand_share, int n) {
+    int steps = 0;
+    while (g.depth() == 0 && steps < n) {
+        g.step({ 0, 0, demand_share, 0.0f });
+        steps++;
+    }
+    return steps;
+}
+
 static void governor_goes_where_it_pays() {
     hobbit_governor g;
     g.init(3, true);
-    CHECK(g.depth() == 1);
+    CHECK(g.depth() == 0); // it looks first how long the disk idles without it
+    const int first = steps_until_on(g, 0.5f, 1000);
+    CHECK(g.depth() == 1 && first > 2 && first < 20);
     for (int i = 0; i < 100; ++i) {
-        g.step({ 9, 1, 0.5f, 0.5f, 0.1f });
+        g.step({ 9, 1, 0.5f, 0.1f });
     }
     CHECK(g.depth() == 3);
     for (int i = 0; i < 1000 && g.depth() > 0; ++i) {
-        g.step({ 3, 7, 0.5f, 0.5f, 0.1f });
+        g.step({ 3, 7, 0.5f, 0.1f });
     }
     CHECK(g.depth() == 0);
     CHECK(g.reason().find("30 %") != std::string::npos);
     // off is not for ever
-    int steps = 0;
-    while (g.depth() == 0 && steps < 1000) {
-        g.step({ 0, 0, 0.5f, 0.5f, 0.1f });
-        steps++;
-    }
-    CHECK(g.depth() == 1 && steps > 10);
+    CHECK(steps_until_on(g, 0.5f, 1000) > 10);
+    CHECK(g.depth() == 1);
 }
 
-static void governor_stops_when_the_disk_is_busy_anyway() {
+static void governor_does_not_begin_while_the_disk_is_busy_anyway() {
     hobbit_governor g;
     g.init(2, true);
-    for (int i = 0; i < 1000 && g.depth() > 0; ++i) {
-        g.step({ 9, 1, 1.0f, 0.5f, 0.1f });
+    CHECK(steps_until_on(g, 0.99f, 500) == 500);
+    CHECK(g.reason().find("the disk idles for 1 %") != std::string::npos);
+    CHECK(steps_until_on(g, 0.5f, 100) < 10); // and sees soon that it no longer is
+}
+
+static void governor_looks_again_what_there_is_to_win() {
+    hobbit_governor g;
+    g.init(2, true);
+    steps_until_on(g, 0.5f, 100);
+    int n_on = 0, n_busy = 0;
+    for (int i = 0; i < 2000; ++i) { // from step 1000 on, demands keep the disk busy
+        n_on   += i < 1000 && g.depth() > 0 ? 1 : 0;
+        n_busy += i > 1500 && g.depth() > 0 ? 1 : 0;
+        g.step({ 9, 1, i < 1000 ? 0.5f : 0.99f, 0.05f });
     }
-    CHECK(g.depth() == 0);
-    CHECK(g.reason().find("busy") != std::string::npos);
+    CHECK(n_on > 950);
+    CHECK(n_busy == 0);
 }
 
 static void a_fixed_depth_stays() {
     hobbit_governor g;
     g.init(2, false);
     for (int i = 0; i < 1000; ++i) {
-        g.step({ 0, 10, 1.0f, 0.5f, 0.1f });
+        g.step({ 0, 10, 1.0f, 0.9f });
     }
     CHECK(g.depth() == 2);
 }
 
-static void governor_stops_when_waste_costs_more_than_there_is_to_hide() {
+static void governor_stops_when_waste_costs_more_than_there_is_to_win() {
     hobbit_governor g;
     g.init(2, true);
     int n_on = 0;
     for (int i = 0; i < 2000; ++i) {
         n_on += g.depth() > 0 ? 1 : 0;
-        g.step({ 8, 2, 0.5f, 0.02f, 0.1f }); // a slow disk: 2 % of the time computes, 10 % of the bytes are wasted
+        g.step({ 8, 2, 0.92f, g.depth() > 0 ? 0.16f : 0.0f }); // the disk idles for 8 % of the time, 16 % of the bytes are wasted
     }
-    CHECK(n_on < 2000 / 10); // trials become rare
+    CHECK(n_on > 0 && n_on < 2000 / 10); // trials become rare
     CHECK(g.reason().find("wasted") != std::string::npos || g.reason().find("trial") != std::string::npos);
 }
 
@@ -156,8 +176,9 @@ int main() {
     logits_are_the_other_layers_router_on_its_own_norm();
     a_model_without_norms_is_not_predicted();
     governor_goes_where_it_pays();
-    governor_stops_when_the_disk_is_busy_anyway();
-    governor_stops_when_waste_costs_more_than_there_is_to_hide();
+    governor_does_not_begin_while_the_disk_is_busy_anyway();
+    governor_looks_again_what_there_is_to_win();
+    governor_stops_when_waste_costs_more_than_there_is_to_win();
     governor_leaves_out_layers_that_are_predicted_badly();
     a_fixed_depth_stays();
     return check_result("prefetch");

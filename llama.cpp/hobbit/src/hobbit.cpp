@@ -999,7 +999,7 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
     ctx->busy_seconds   = ctx->model->loader->busy_seconds();
     ctx->model->loader->take_error(); // of a prefetch that nobody needed
     ctx->n_prefetch_used = ctx->n_prefetch_wasted = 0;
-    ctx->read_bytes = ctx->wasted_bytes = ctx->step_stall_us = 0;
+    ctx->read_bytes = ctx->wasted_bytes = 0;
     ctx->failed.store(false, std::memory_order_relaxed);
     hobbit_expect_first(*ctx, ubatch->n_tokens);
 }
@@ -1033,9 +1033,8 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
     hobbit_settle_predicted(*ctx, model.store.n_layer(), nullptr);
     judge_warm(model, (int) ctx->token_seq.size());
     if (ctx->decode && us > 0) {
-        const double   demand_us = 1e6 * (model.loader->demand_seconds() - ctx->demand_seconds);
-        const uint64_t stall_us  = std::min<uint64_t>(us, ctx->step_stall_us + ctx->stall_us.load(std::memory_order_relaxed));
-        model.governor.step({ ctx->n_prefetch_used, ctx->n_prefetch_wasted, (float) (demand_us / us), 1.0f - (float) stall_us / us,
+        const double demand_us = 1e6 * (model.loader->demand_seconds() - ctx->demand_seconds);
+        model.governor.step({ ctx->n_prefetch_used, ctx->n_prefetch_wasted, (float) std::min(1.0, demand_us / us),
                 ctx->read_bytes > 0 ? (float) ctx->wasted_bytes / ctx->read_bytes : 0.0f });
     }
 

@@ -92,7 +92,6 @@ void hobbit_flush_stall(hobbit_context & ctx) {
     const uint64_t us = ctx.stall_us.exchange(0, std::memory_order_relaxed);
     ctx.stats.layers[ctx.stall_layer].stall_us += us;
     (ctx.decode ? ctx.stats.decode_stall_us : ctx.stats.prompt_stall_us) += us;
-    ctx.step_stall_us += us;
 }
 
 // a slot has a new owner; who had it before may still be read into it: a prefetch, a warm start, a step that was aborted

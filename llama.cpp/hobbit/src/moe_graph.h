@@ -209,7 +209,6 @@ struct hobbit_context {
     int                                    n_prefetch_wasted = 0;
     uint64_t                               read_bytes        = 0; // by this step, read ahead or not
     uint64_t                               wasted_bytes      = 0; // of them, read ahead in vain
-    uint64_t                               step_stall_us     = 0;
     double                                 demand_seconds    = 0.0; // the loader's, at the begin of the step
     double                                 busy_seconds      = 0.0;
     std::atomic<bool>                      failed { false };

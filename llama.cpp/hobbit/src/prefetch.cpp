@@ -138,18 +138,21 @@ void hobbit_router_bank::predict(int from, int to, const float * x, int n_used, 
 // governor
 //
 
-static constexpr int   WINDOW     = 128;   // prefetched experts between two decisions
-static constexpr int   WINDOW_LOSS = 32;   // the same where they seem to cost more than they bring
-static constexpr int   RETRY      = 64;    // steps until prefetching that was turned off is tried again
-static constexpr float USED_LEAST = 0.5f;  // share of used prefetches below which to look less far
-static constexpr float USED_MORE  = 0.75f; // and above which to look further
-static constexpr float BUSY_MOST  = 0.95f; // with the disk kept this busy by demands, a prefetch only delays them
+static constexpr int   WINDOW      = 128;   // prefetched experts between two decisions
+static constexpr int   WINDOW_LOSS = 32;    // the same where they seem to cost more than they bring
+static constexpr int   RETRY       = 64;    // steps until prefetching that was turned off is tried again
+static constexpr int   LOOK        = 6;     // steps without prefetching that tell how long the disk idles
+static constexpr int   LOOK_AGAIN  = 256;   // steps with prefetching between two such looks
+static constexpr float USED_LEAST  = 0.5f;  // share of used prefetches below which to look less far
+static constexpr float USED_MORE   = 0.75f; // and above which to look further
+static constexpr float IDLE_LEAST  = 0.05f; // where the disk idles for less, prefetching is not tried
 
 void hobbit_governor::init(int most, bool adapt) {
     depth_max = most;
-    depth_now = adapt ? std::min(1, most) : most;
-    adaptive  = adapt;
-    why       = most == 0 ? "off" : adapt ? "on trial" : "fixed";
+    depth_now = adapt ? 0 : most;
+    adaptive  = adapt && most > 0;
+    wait      = LOOK;
+    why       = most == 0 ? "off" : adapt ? "off: looking how long the disk idles" : "fixed";
 }
 
 bool hobbit_governor::allows(int layer) {
@@ -171,40 +174,62 @@ void hobbit_governor::settled(int layer, bool was_used) {
     l.wait = l.used < USED_LEAST ? RETRY : 0;
 }
 
+void hobbit_governor::pause(int steps, const std::string & reason) {
+    depth_next = std::max(1, depth_now);
+    depth_now  = 0;
+    n_steps    = 0;
+    wait       = steps;
+    why        = "off: " + reason;
+}
+
 void hobbit_governor::turn_off(const std::string & reason) {
-    depth_now = 0;
-    why  = "off: " + reason;
-    wait = RETRY << std::min(n_off, 4);
+    depth_now = 1; // where the next trial begins
+    pause(RETRY << std::min(n_off, 4), reason);
     n_off++;
+}
+
+// the running means take the first steps of a phase in full
+static float weight_of_step(int n) {
+    return std::max(0.1f, 1.0f / (float) n);
+}
+
+void hobbit_governor::step_without(float demand_share) {
+    idle += weight_of_step(++n_steps) * (1.0f - demand_share - idle);
+    if (--wait > 0) {
+        return;
+    }
+    if (idle < IDLE_LEAST) {
+        why = hobbit_format("off: the disk idles for %.0f %% of the time without it", 100.0f * idle);
+        return; // the next step asks again
+    }
+    depth_now = std::min(depth_next, depth_max);
+    n_steps   = 0;
+    waste     = 0.0f;
+    why       = "on trial";
 }
 
 void hobbit_governor::step(const hobbit_prefetch_step & s) {
     if (!adaptive) {
         return;
     }
-    const float a = std::max(0.1f, 1.0f / (float) ++n_steps); // the first steps count in full
-    busy    += a * (s.demand_share  - busy);
-    compute += a * (s.compute_share - compute);
     if (depth_now == 0) {
-        if (--wait <= 0) {
-            depth_now = std::min(1, depth_max);
-            why = "on trial again";
-        }
+        step_without(s.demand_share);
         return;
     }
-    waste   += a * (s.waste_share - waste);
-    used    += s.used;
-    wasted  += s.wasted;
-    const bool loses = waste > compute; // the dearer mistake, so that it is looked for more often
+    waste  += weight_of_step(++n_steps) * (s.waste_share - waste);
+    used   += s.used;
+    wasted += s.wasted;
+    const bool loses = waste > idle; // the dearer mistake, so that it is looked for more often
     if (used + wasted < (loses ? WINDOW_LOSS : WINDOW)) {
+        if (n_steps >= LOOK_AGAIN) {
+            pause(LOOK, "looking how long the disk idles");
+        }
         return;
     }
     const float share = (float) used / (used + wasted);
     used = wasted = 0;
-    if (busy > BUSY_MOST) {
-        turn_off(hobbit_format("demands keep the disk busy %.0f %% of the time", 100.0f * busy));
-    } else if (loses) {
-        turn_off(hobbit_format("%.0f %% of the bytes read are wasted, to hide compute that takes %.0f %% of the time", 100.0f * waste, 100.0f * compute));
+    if (loses) {
+        turn_off(hobbit_format("%.0f %% of the bytes read are wasted, and the disk idles for %.0f %% of the time without it", 100.0f * waste, 100.0f * idle));
     } else if (share < USED_LEAST && depth_now == 1) {
         turn_off(hobbit_format("%.0f %% of what was prefetched was used", 100.0f * share));
     } else if (share < USED_LEAST) {
@@ -216,5 +241,8 @@ void hobbit_governor::step(const hobbit_prefetch_step & s) {
     } else {
         n_off = 0;
         why = hobbit_format("on: %.0f %% of what was prefetched was used", 100.0f * share);
+    }
+    if (n_steps >= LOOK_AGAIN && depth_now > 0) {
+        pause(LOOK, "looking how long the disk idles");
     }
 }

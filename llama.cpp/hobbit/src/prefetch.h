@@ -42,14 +42,16 @@ class hobbit_router_bank {
 
 // what one step says about prefetching
 struct hobbit_prefetch_step {
-    int   used;          // prefetched experts that were then chosen
-    int   wasted;        // and that were not
-    float demand_share;  // of the step's time in which demands kept the disk busy
-    float compute_share; // of the step's time in which compute did not wait for bytes: all that prefetching can hide
-    float waste_share;   // of the bytes read, those of wasted prefetches: what it costs where the disk is the bottleneck
+    int   used;         // prefetched experts that were then chosen
+    int   wasted;       // and that were not
+    float demand_share; // of the step's time in which demands kept the disk busy
+    float waste_share;  // of the bytes read, those of wasted prefetches
 };
 
 // How far to look ahead: 0 (off) .. max, and into which layers. Pure bookkeeping, fed once per step.
+//
+// All that prefetching can win is the time for which the disk idles without it; all that it can lose is what it reads in vain. So it
+// begins switched off, to learn the first, and steps aside for a few steps now and then to learn it anew.
 class hobbit_governor {
   public:
     void init(int depth_max, bool adaptive);
@@ -65,24 +67,26 @@ class hobbit_governor {
     void step(const hobbit_prefetch_step & s);
 
   private:
+    void pause(int steps, const std::string & reason);
     void turn_off(const std::string & reason);
+    void step_without(float demand_share);
 
     struct layer_score {
         float used = 1.0f; // running mean
         int   wait = 0;    // calls until the next trial
     };
 
-    int         depth_max = 0;
-    int         depth_now = 0;
-    bool        adaptive  = false;
-    int         used      = 0;
-    int         wasted    = 0;
-    float       busy      = 0.0f; // running means of the shares
-    float       compute   = 1.0f;
-    float       waste     = 0.0f;
-    int         n_steps   = 0;
-    int         wait      = 0;    // steps until the next trial, when off
-    int         n_off     = 0;    // times in a row that a trial ended so
+    int         depth_max  = 0;
+    int         depth_now  = 0;
+    int         depth_next = 1;    // after a pause
+    bool        adaptive   = false;
+    int         used       = 0;
+    int         wasted     = 0;
+    float       idle       = 0.0f; // share of time in which the disk idles without prefetching, a running mean
+    float       waste      = 0.0f; // running mean of waste_share
+    int         n_steps    = 0;    // since prefetching was last switched on or off
+    int         wait       = 0;    // steps of a pause that are left
+    int         n_off      = 0;    // times in a row that a trial ended so
     std::string why = "off";
     std::vector<layer_score> layers;
 };

@@ -452,6 +452,8 @@ struct replay_context {
     std::vector<hobbit_counters>            counters; // per layer
     int n_prefetch_used   = 0;
     int n_prefetch_wasted = 0;
+    double read_bytes     = 0.0; // by this step, read ahead or not
+    double wasted_bytes   = 0.0; // of them, read ahead in vain
 };
 
 // when an expert is wanted, for Belady: (number of the route event, precision)
@@ -667,6 +669,8 @@ void replay_run::settle(replay_context & ctx, int layer, const hobbit_precision 
             count.prefetch_bytes += bytes;
             (used ? count.prefetch_used : count.prefetch_wasted) += 1;
             (used ? ctx.n_prefetch_used : ctx.n_prefetch_wasted) += 1;
+            ctx.read_bytes   += bytes;
+            ctx.wasted_bytes += used ? 0 : bytes;
         }
     }
     ctx.predicted.swap(later);
@@ -721,6 +725,7 @@ void replay_run::place(replay_context & ctx, int layer, int64_t n_rows, std::vec
         const uint64_t bytes = trace.layers[layer].bytes[precision];
         (precision == HOBBIT_HIGH ? count.misses_high     : count.misses_low)     += 1;
         (precision == HOBBIT_HIGH ? count.read_bytes_high : count.read_bytes_low) += bytes;
+        ctx.read_bytes += bytes;
 
         int64_t evicted = -1;
         const auto try_place = [&, id = id, precision = precision] {
@@ -899,6 +904,7 @@ void replay_run::step_begin(replay_context & ctx, const replay_record & record) 
         ctx.step_records = { &totals };
     }
     ctx.n_prefetch_used = ctx.n_prefetch_wasted = 0;
+    ctx.read_bytes = ctx.wasted_bytes = 0.0;
     step_begin_us  = now;
     step_demand_us = link.demand_us;
 }
@@ -921,8 +927,8 @@ void replay_run::step_end(replay_context & ctx, size_t i) {
     settle(ctx, (int) trace.layers.size(), nullptr);
     if (!s.recorded && s.adaptive && ctx.token_seq.size() == 1) {
         const double us = now - step_begin_us;
-        // the shares of compute and waste are not modelled: as if prefetching paid
-        governor.step({ ctx.n_prefetch_used, ctx.n_prefetch_wasted, us > 0.0 ? (float) ((link.demand_us - step_demand_us) / us) : 0.0f, 1.0f, 0.0f });
+        governor.step({ ctx.n_prefetch_used, ctx.n_prefetch_wasted, us > 0.0 ? (float) ((link.demand_us - step_demand_us) / us) : 0.0f,
+                ctx.read_bytes > 0.0 ? (float) (ctx.wasted_bytes / ctx.read_bytes) : 0.0f });
     }
 }
 
