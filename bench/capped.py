@@ -12,8 +12,9 @@ are taken within a round against the better of the two stock sides (read_ahead_k
     idle      share of decode time in which nothing was being read
     Belady    bytes per token that a rule which knows the future would read: the run's own choices and budget,
               replayed, nothing read ahead
-    / bound   time per token over max(compute, bytes / bandwidth): compute from the side that runs without a cap,
-              bandwidth of random direct reads of one expert piece, measured in the same round
+    / bound   time per token over max(compute, bytes / bandwidth): compute from the side that runs without a cap; the
+              bandwidth is the higher of two, that of random direct reads measured in the same round, and that of the
+              run itself while it was reading
 
 The text of the exact side must be stock's, or the run ends.
 """
@@ -60,6 +61,7 @@ class Side:
     hits: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
+    disk: list[float] = field(default_factory=list)  # bytes/s while reading
     bound: list[float] = field(default_factory=list)
     peak: list[float] = field(default_factory=list)
     text: str = ""
@@ -136,6 +138,8 @@ def measure(side: Side, args: argparse.Namespace, memory: int, read_bps: int | N
             side.waits.append(whole.stats["decode_stall_us"] / whole.stats["decode_us"])
         if "decode_disk_us" in whole.stats:
             side.idle.append(1 - whole.stats["decode_disk_us"] / whole.stats["decode_us"])
+            seconds = whole.stats["decode_disk_us"] / 1e6
+            side.disk.append(side.bytes_per_token[-1] * (args.tokens - 1) / seconds if seconds > 0 else 0.0)
     print(
         f"  {side.name:<26} {whole.decode:8.2f} tok/s  prefill {prompt.prefill:8.2f} tok/s  "
         f"{side.bytes_per_token[-1] / 2**20:8.1f} MiB/token  peak {side.peak[-1] / 2**20:7.0f} MiB",
@@ -153,7 +157,8 @@ def make_sides(args: argparse.Namespace) -> list[Side]:
     if args.low:
         low = ["--hobbit-low", str(args.low)]
         sides.append(Side("hobbit", [*fork, *low], reference="hobbit, no cap"))
-        for name, options in (("no skips", "--hobbit-t2 1"), ("prefill by mass", "--hobbit-prefill-precision mass")):
+        variants = {"0.6/0.9": "--hobbit-precision paper", "prefill highest": "--hobbit-prefill-precision highest"}
+        for name, options in variants.items():
             sides.append(Side(f"hobbit, {name}", [*fork, *low, *options.split()], reference="hobbit, no cap"))
     for extra in args.side:
         name, _, options = extra.partition("=")
@@ -195,7 +200,8 @@ def main() -> None:
             measure(side, args, cap)
         for side in sides:
             if side.reference:
-                bound = max(1 / by_name[side.reference].decode[-1], side.bytes_per_token[-1] / disk[-1])
+                bandwidth = max(disk[-1], side.disk[-1]) if side.disk else disk[-1]
+                bound = max(1 / by_name[side.reference].decode[-1], side.bytes_per_token[-1] / bandwidth)
                 side.bound.append(1 / side.decode[-1] / bound)
     if by_name["exact"].text != by_name["stock, no cap"].text:
         raise SystemExit("the exact side's text is not stock's")
@@ -210,7 +216,7 @@ def main() -> None:
     table = Table()
     for column in ("", "decode tok/s", "/ stock", "prefill tok/s", "/ stock", "MiB/token", "Belady", "hits %"):
         table.add_column(column)
-    for column in ("waits %", "idle %", "/ bound", "peak MiB"):
+    for column in ("waits %", "idle %", "GB/s", "/ bound", "peak MiB"):
         table.add_column(column)
     for side in sides:
         table.add_row(
@@ -224,6 +230,7 @@ def main() -> None:
             share(side.hits),
             share(side.waits),
             share(side.idle),
+            spread(side.disk, 1e9) if side.disk else "",
             spread(side.bound) if side.bound else "",
             f"{max(side.peak) / 2**20:.0f}" if side.capped else "",
         )
