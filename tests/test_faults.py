@@ -39,9 +39,10 @@ def run(shim: Path, mode: str, after: int, tool: str, *options: object) -> subpr
     )
 
 
-def generate(shim: Path, mode: str, after: int) -> subprocess.CompletedProcess[str]:
+def generate(shim: Path, mode: str, after: int, io: str = "auto") -> subprocess.CompletedProcess[str]:
     text = ("-p", "In the beginning", "-n", 24, "--temp", 0, "-t", 2, "-no-cnv", "--no-warmup", "--ignore-eos")
-    return run(shim, mode, after, "llama-completion", "-m", HIGH, *text, "--hobbit-cache", "2MiB")
+    cache = ("--hobbit-cache", "2MiB", "--hobbit-io", io)
+    return run(shim, mode, after, "llama-completion", "-m", HIGH, *text, *cache)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,18 @@ def test_partial_interrupted_and_slow_reads_change_no_bit(shim: Path, mode: str,
     steps = ("--prompt", 40, "--generate", 4, "--ubatch", "8,40")
     done = run(shim, mode, 0, "hobbit-exact", "--model", HIGH, *steps, "--cache", "15%", "--hobbit", f"io={io}")
     assert done.returncode == EQUAL, done.stdout[:300] + done.stderr[-2000:]
+
+
+def test_without_io_uring_the_threads_read_and_the_log_says_so(shim: Path, right: str) -> None:
+    """With it the same command reads through it, or the first half would show nothing."""
+    without = generate(shim, "no-uring", 0, "uring")
+    assert without.returncode == 0 and without.stdout == right
+    assert "4 threads, reads" in without.stderr and "this kernel has no io_uring" in without.stderr
+    with_it = generate(shim, "none", 0, "uring")
+    assert with_it.returncode == 0 and with_it.stdout == right
+    if "this kernel has no io_uring" in with_it.stderr:
+        pytest.skip("this kernel has no io_uring anyway")
+    assert "reads under way by io_uring" in with_it.stderr
 
 
 def test_a_single_failed_read_fails_one_call_or_is_tried_again(shim: Path, right: str) -> None:

@@ -1,13 +1,15 @@
 // A disk that misbehaves, for LD_PRELOAD: positioned reads of files whose path contains FAULT_FILE fail, come short, are
-// interrupted or are slow, from the FAULT_AFTER-th such read on.
+// interrupted or are slow, from the FAULT_AFTER-th such read on. Mode no-uring: a kernel without io_uring.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -70,3 +72,20 @@ ssize_t pread   (int fd, void * buf, size_t size, off_t   offset) { return fault
 ssize_t pread64 (int fd, void * buf, size_t size, off64_t offset) { return faulty_pread("pread64", fd, buf, size, offset); }
 ssize_t preadv  (int fd, const struct iovec * iov, int n, off_t   offset) { return faulty_preadv("preadv",   fd, iov, n, offset); }
 ssize_t preadv64(int fd, const struct iovec * iov, int n, off64_t offset) { return faulty_preadv("preadv64", fd, iov, n, offset); }
+
+long syscall(long number, ...) {
+    long (*real)(long, ...) = (long (*)(long, ...)) dlsym(RTLD_NEXT, "syscall");
+    const char * mode = getenv("FAULT_MODE");
+    if (number == SYS_io_uring_setup && mode && strcmp(mode, "no-uring") == 0) {
+        errno = ENOSYS;
+        return -1;
+    }
+    long a[6];
+    va_list args;
+    va_start(args, number);
+    for (int i = 0; i < 6; ++i) {
+        a[i] = va_arg(args, long);
+    }
+    va_end(args);
+    return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
