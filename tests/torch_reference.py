@@ -5,8 +5,9 @@
 
 Needs torch, transformers (5 or later), gguf and numpy. Weights are dequantised by the gguf package and set by hand into
 transformers' Qwen3MoeForCausalLM, in F32; its experts are replaced by ones that take each (token, expert) pair in the
-precision that HOBBIT's rule (section 3.2 of the paper) gives it. Writes [token, vocabulary] logits for the modes high,
-hobbit and low. `--wrong-precision` gives one expert the other precision wherever it is used.
+precision that HOBBIT's rule (section 3.2 of the paper) gives it. Writes for the modes high, hobbit and low the logits
+[token, vocabulary], and as MODE.ids the chosen experts [layer, token, k]. `--wrong-precision` gives one expert the
+other precision wherever it is used.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ class MixedExperts(torch.nn.Module):
         self.sets = sets
         self.wrong = wrong
         self.rule: Any = None  # gate weights -> levels
+        self.ids = torch.empty(0)  # [token, k] of the last call
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        self.ids = ids
         levels = self.rule(gate)
         if self.wrong is not None:
             levels = torch.where(ids == self.wrong, torch.where(levels == 2, 1, 2), levels)
@@ -144,6 +147,7 @@ def main() -> None:
             layer.mlp.experts.rule = lambda gate, mode=mode: precision(gate, mode, args.t1, args.t2)
         with torch.no_grad():
             logits[mode] = model(tokens).logits[0].numpy()
+        logits[f"{mode}.ids"] = torch.stack([layer.mlp.experts.ids for layer in model.model.layers]).numpy()
     np.savez(args.out, **logits)
 
 
