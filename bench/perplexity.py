@@ -61,8 +61,8 @@ def main() -> None:
     settings = {
         "stock": [],
         "`high`": [*base, "--hobbit-precision", "high"],
-        "`hobbit`, T1 0.6, T2 0.9": [*base, *low],
-        "`hobbit`, T1 0.6, T2 1 (no skips)": [*base, *low, "--hobbit-t2", "1"],
+        "`paper`: `hobbit` at T1 0.6, T2 0.9": [*base, *low, "--hobbit-precision", "paper"],
+        "`hobbit`, the default: T1 0.6, T2 1": [*base, *low],
         "`low`": [*base, *low, "--hobbit-precision", "low"],
         "`article`, 0.6, 0.9": [*base, *low, "--hobbit-precision", "article"],
     }

@@ -109,6 +109,7 @@ def write_choices(out: Path, layers: list[tuple[np.ndarray, np.ndarray]], n_expe
             "slots_low": [n_used, low],
             "slots_high": [n_used, high],
             "low_cost": ratio,
+            "t2": 0.9,  # the paper's
             "deterministic": 1,
         },
         [Layer(i, n_expert, low, high) for i in range(len(layers))],

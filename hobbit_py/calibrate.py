@@ -183,7 +183,8 @@ def _choose(replay: Replay, trace: Trace, half: int, bandwidth: float) -> Calibr
         before = _mix(replay.run(**{**base, "deterministic": True}))
         base |= {"t1": f"{t1:.3f}", "t2": f"{max(t1, t2):.3f}"}
         mix = _mix(replay.run(**{**base, "deterministic": True}))
-        say(f"T1 {base['t1']}, T2 {base['t2']}: {mix}; with 0.6 and 0.9: {before}")
+        recorded = " and ".join(f"{trace.settings[name]:g}" for name in ("t1", "t2"))
+        say(f"T1 {base['t1']}, T2 {base['t2']}: {mix}; with {recorded}: {before}")
         result.settings |= {"t1": base["t1"], "t2": base["t2"]}
 
     def train(**settings: Any) -> float:

@@ -43,7 +43,7 @@ _err = Console(stderr=True, highlight=False)
 Model = Annotated[Path, typer.Argument(help="GGUF file with the high-precision experts, any shard")]
 Low = Annotated[Path | None, typer.Option(help="GGUF of the same model whose experts are the low-precision copies")]
 Cache = Annotated[str, typer.Option(help="memory for experts: 512MiB, 4GiB, a number of MiB, or auto")]
-Precision = Annotated[str | None, typer.Option(help="hobbit, high (exact), low or article")]
+Precision = Annotated[str | None, typer.Option(help="hobbit, paper, high (exact), low or article")]
 T1 = Annotated[float | None, typer.Option(help="high precision up to this much gate weight ranked before")]
 T2 = Annotated[float | None, typer.Option(help="low precision up to this much; beyond it an expert is skipped")]
 Policy = Annotated[str | None, typer.Option(help="which expert leaves first: hobbit, lru, lfu")]

@@ -44,9 +44,10 @@ class Hobbit(Llama):
         model_path: GGUF file with the high-precision experts; any shard.
         low: GGUF file of the same model whose experts serve as the low-precision copies.
         cache: memory for experts: "512MiB", "4GiB", a number of MiB, or "auto".
-        precision: "hobbit", "high" (exact), "low" or "article"; default "hobbit" with `low`, else "high".
+        precision: "hobbit", "paper" (the same at 0.6 and 0.9), "high" (exact), "low" or "article"; default "hobbit"
+            with `low`, else "high".
         t1: gate weight ranked before an expert up to which it is used in high precision, 0 to 1.
-        t2: the same for low precision; beyond it the expert is skipped.
+        t2: the same for low precision; beyond it the expert is skipped; default 1: none is.
         renormalise: scale the other gate weights up after a skip.
         deterministic: precision follows from the gate weights alone, whatever the cache holds.
         policy: "hobbit", "lru" or "lfu": which expert leaves first.

@@ -224,7 +224,7 @@ class TraceWriter:
             "slots_high": [0, 0],
             "rule": "hobbit",
             "t1": 0.6,
-            "t2": 0.9,
+            "t2": 1.0,
             "renormalise": 0,
             "deterministic": 0,
             "policy": "hobbit",

@@ -176,7 +176,7 @@ def test_a_cache_larger_than_memory_is_refused_only_if_the_experts_would_fill_it
         ("cache", "-1", "4GiB"),
         ("cache", "much", "4GiB"),
         ("cache", "0", "4GiB"),
-        ("precision", "medium", "hobbit, high, low or article"),
+        ("precision", "medium", "hobbit, paper, high, low or article"),
         ("t1", "1.5", "0 to 1"),
         ("t2", "-0.5", "0 to 1"),
         ("policy", "newest", "lru"),

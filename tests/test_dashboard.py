@@ -74,7 +74,7 @@ def steps_shown(running: Server) -> str:
 
 def test_the_page_shows_the_servers_numbers_during_a_generation_and_after_it(browser: Browser) -> None:
     with (
-        server("--hobbit-low", LOW, "--hobbit-cache", "8MiB") as running,
+        server("--hobbit-low", LOW, "--hobbit-precision", "paper", "--hobbit-cache", "8MiB") as running,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
         browser.open(running.url + "/hobbit?interval=100")

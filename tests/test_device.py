@@ -47,7 +47,7 @@ def test_sequences_side_by_side_under_constant_eviction(exact: RunExact) -> None
     assert_exact_on_device(result)
 
 
-MIXED = ("--hobbit", f"low={LOW}", "--hobbit", "precision=hobbit", "--hobbit", "deterministic=on")
+MIXED = ("--hobbit", f"low={LOW}", "--hobbit", "precision=paper", "--hobbit", "deterministic=on")
 
 
 @pytest.mark.parametrize("device_cache", ["25%", "80%"])

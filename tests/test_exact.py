@@ -45,7 +45,7 @@ def test_swapping_two_experts_changes_the_logits_of_stock(exact: RunExact, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-MIXED = ("--hobbit", f"low={LOW}", "--hobbit", "precision=hobbit")
+MIXED = ("--hobbit", f"low={LOW}", "--hobbit", "precision=paper")
 
 
 @pytest.mark.parametrize("cache", ["15%", "40%", "100%"])

@@ -104,7 +104,7 @@ def server(*options: object) -> Iterator[Server]:
 
 
 def test_statistics_over_http_add_up_and_the_table_comes_at_the_end() -> None:
-    with server("--hobbit-low", LOW, "--hobbit-cache", "8MiB", "-np", 4) as running:
+    with server("--hobbit-low", LOW, "--hobbit-precision", "paper", "--hobbit-cache", "8MiB", "-np", 4) as running:
         assert running.get("/hobbit/stats")["steps"] == 0
         prompts = ["In the beginning", "And it came to pass", "To be, or not", "hacker /n./"]
         with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -45,7 +45,7 @@ def test_every_documented_option_exists_and_the_other_way_round() -> None:
 
 def test_cli_says_what_will_happen_and_what_did() -> None:
     done = run("llama-cli", *SMALL, "-st", "-p", "In the beginning", "-n", 32, "--temp", 0)
-    for line in ("high ", "low ", "q4_0", "precision  hobbit, T1 0.6, T2 0.9", "policy     hobbit"):
+    for line in ("high ", "low ", "q4_0", "precision  hobbit, T1 0.6, T2 1", "policy     hobbit"):
         assert line in done.stderr
     for line in ("prompt", "decode", "hit rate", "misses", "skips", "bytes read", "stall time", "evictions"):
         assert re.search(rf"^  {line} ", done.stderr, re.MULTILINE), line
@@ -56,6 +56,8 @@ def test_statistics_add_up(tmp_path: Path) -> None:
     run(
         "llama-completion",
         *SMALL,
+        "--hobbit-precision",
+        "paper",
         "-no-cnv",
         "-p",
         "In the beginning",

@@ -62,7 +62,7 @@ def assert_replay_equals(trace: Path, stats: dict[str, object]) -> None:
             assert name in TIMES or value == theirs[name], (theirs["block"], name)
 
 
-SMALL = ["--hobbit-low", LOW, "--hobbit-cache", "8MiB"]
+SMALL = ["--hobbit-low", LOW, "--hobbit-precision", "paper", "--hobbit-cache", "8MiB"]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,19 @@ static void thresholds_must_be_in_order() {
     CHECK(strstr(err, "0.8") && strstr(err, "0.7"));
 }
 
+static void nothing_is_skipped_unless_asked() {
+    const auto t2 = [](std::initializer_list<std::pair<const char *, const char *>> options) {
+        const int32_t h = hobbit_config_new();
+        for (const auto & [name, value] : options) {
+            CHECK(set(h, name, value).empty());
+        }
+        return get(h).thresholds.t2;
+    };
+    CHECK(t2({}) == 1.0f && t2({ { "precision", "hobbit" } }) == 1.0f);
+    CHECK(t2({ { "precision", "paper" } }) == 0.9f && t2({ { "precision", "article" } }) == 0.9f);
+    CHECK(t2({ { "precision", "paper" }, { "t2", "0.8" } }) == 0.8f && t2({ { "t2", "0.8" }, { "precision", "paper" } }) == 0.8f);
+}
+
 static void every_listed_option_can_be_set() {
     const int32_t h = hobbit_config_new();
     for (int i = 0; i < HOBBIT_N_OPTIONS; ++i) {
@@ -106,6 +119,7 @@ int main() {
     numbers_outside_their_range_are_refused();
     names_are_known_or_listed();
     thresholds_must_be_in_order();
+    nothing_is_skipped_unless_asked();
     every_listed_option_can_be_set();
     return check_result("config");
 }

@@ -43,7 +43,7 @@ def total_without_output(model: Any) -> int:
 
 
 def test_what_is_skipped_weighs_less_than_what_is_not() -> None:
-    with hobbit(low=low(), deterministic=True) as model:
+    with hobbit(low=low(), precision="paper", deterministic=True) as model:
         for token in model.tokenize(PROMPT.encode()):  # one by one: a batch gives an expert one precision
             model.eval([token])
         stats = model.cache_stats()
@@ -83,7 +83,7 @@ def test_deterministic_mode_decides_the_same_whatever_the_cache_holds() -> None:
     for cache, other in ((0.15, "24MiB"), (0.4, "6MiB"), (1.0, "8MiB")):
         for prefetch in ("off", 2):
             size = f"{int(cache * 96 * EXPERT / 1024)}KiB"
-            with hobbit(low=low(), deterministic=True, cache=size, prefetch=prefetch) as model:
+            with hobbit(low=low(), precision="paper", deterministic=True, cache=size, prefetch=prefetch) as model:
                 found = receipt(model)
                 expected = expected or found
                 assert found == expected, f"cache {cache}, prefetch {prefetch}"
@@ -266,6 +266,14 @@ def test_a_budget_picks_thresholds_from_the_profile(profile: Path) -> None:
             assert (model.placement.t1, model.placement.t2) == (0.6, t2)
 
 
+def test_a_budget_goes_before_what_was_calibrated(profile: Path) -> None:
+    """`hobbit calibrate` writes its choice into the same file."""
+    profile.write_text(profile.read_text() + "set t1 0.3\nset t2 0.8\nset low-share 0.3\n")
+    for budget, thresholds in ((None, (0.3, 0.8)), (0.5, (0.6, 1.0))):
+        with hobbit(low=low(), profile=profile, quality_budget=budget) as model:
+            assert (model.placement.t1, model.placement.t2) == pytest.approx(thresholds)
+
+
 def test_a_budget_is_refused_without_measurements(profile: Path, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"low": low()}, "--hobbit-profile FILE"),
@@ -300,7 +308,7 @@ def test_a_profile_of_other_files_is_left_alone(profile: Path) -> None:
 
 
 def test_a_receipt_counts_and_estimates(profile: Path) -> None:
-    with hobbit(low=low(), deterministic=True, profile=profile) as model:
+    with hobbit(low=low(), precision="paper", deterministic=True, profile=profile) as model:
         greedy(model, 4)
         with model.receipt() as r:
             greedy(model, 16, "And it came to pass")

@@ -24,15 +24,15 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
     HOBBIT_OPTION("low", "LOW", "FILE",
         "GGUF of the same model whose experts serve as the low-precision copies; any shard of a sharded file"),
     HOBBIT_OPTION("precision", "PRECISION", "RULE",
-        "which precision a selected expert gets: hobbit (cumulative gate weight against T1 and T2), high (exact), low,\n"
-        "or article (each weight on its own, for comparison) (default: hobbit with --hobbit-low, else high)"),
+        "which precision a selected expert gets: hobbit (cumulative gate weight against T1 and T2), paper (the same at 0.6 and\n"
+        "0.9), high (exact), low, or article (each weight on its own, for comparison) (default: hobbit with --hobbit-low, else high)"),
     HOBBIT_OPTION("prefill-precision", "PREFILL_PRECISION", "RULE",
         "which precision an expert gets in a batch of many tokens: highest (that any of them asks for), mass (by its share of the\n"
-        "batch's gate weight, against T1), or low; only where two precisions are in use (default: highest)"),
+        "batch's gate weight, against T1), or low; only where two precisions are in use (default: mass)"),
     HOBBIT_OPTION("t1", "T1", "F",
         "gate weight ranked before an expert up to which it is used in high precision (default: 0.6)"),
     HOBBIT_OPTION("t2", "T2", "F",
-        "the same for low precision; beyond it an expert is skipped; 1 never skips (default: 0.9)"),
+        "the same for low precision; beyond it an expert is skipped; 1 never skips (default: 1)"),
     HOBBIT_OPTION("renormalise", "RENORMALISE", nullptr,
         "after skipping experts, scale the remaining gate weights to the same sum (default: off)"),
     HOBBIT_OPTION("deterministic", "DETERMINISTIC", nullptr,
@@ -227,9 +227,17 @@ bool hobbit_config_apply(hobbit_config & config, const std::string & name, const
         ok   = value[0] != '\0';
         want = "the path of a GGUF file";
     } else if (is("precision")) {
-        ok   = parse_name(value, rule_names, c->thresholds.rule);
-        want = "hobbit, high, low or article";
+        const bool paper = strcmp(value, "paper") == 0;
+        ok   = parse_name(paper ? "hobbit" : value, rule_names, c->thresholds.rule);
+        want = "hobbit, paper, high, low or article";
         c->rule_set = ok;
+        if (c->given.count("t2") == 0) {
+            c->thresholds.t2 = paper || c->thresholds.rule == HOBBIT_RULE_ARTICLE ? 0.9f : 1.0f;
+        }
+        if (paper) { // names its thresholds too
+            c->thresholds_set = true;
+            c->given.insert({ "t1", "t2" });
+        }
     } else if (is("prefill-precision")) {
         ok   = parse_name(value, prefill_names, c->prefill);
         want = "highest, mass or low";

@@ -34,8 +34,8 @@ struct hobbit_config {
     std::string low_path;        // "": no low-precision file named
 
     bool              rule_set   = false; // else: hobbit with a low file, high without
-    hobbit_thresholds thresholds = { HOBBIT_RULE_HIGH, 0.6f, 0.9f };
-    hobbit_prefill    prefill       = HOBBIT_PREFILL_HIGHEST;
+    hobbit_thresholds thresholds = { HOBBIT_RULE_HIGH, 0.6f, 1.0f };
+    hobbit_prefill    prefill       = HOBBIT_PREFILL_MASS;
     bool              renormalise   = false;
     bool              deterministic = false;
     bool              thresholds_set = false; // T1 or T2 was given
