@@ -63,6 +63,7 @@ class Counters:
     device_hits: int = 0  # of the hits, those in the memory of the device that computes the layer
     device_evictions: int = 0
     upload_bytes: int = 0  # copied to devices, ahead or not
+    cpu_computed: int = 0  # experts that it missed and the CPU computed instead
     ahead_issued: int = 0  # experts copied to devices ahead
     ahead_used: int = 0  # of them, those that the router then chose
     stall_us: int = 0  # time in which the computation waited for bytes
@@ -285,6 +286,20 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class DeviceSlots:
+    """The slots on one accelerator. A resize leaves them as they are."""
+
+    name: str
+    bytes: int
+    sizing: str  # where that number comes from
+    layers: int
+    slots_high: int
+    slots_low: int
+    queue: bool  # copies run beside computing
+    stage: bool  # large batches are computed there too
+
+
+@dataclass(frozen=True)
 class Placement:
     """What is in effect, which may be less than what was asked for: files, types, slots, rule, policy."""
 
@@ -305,7 +320,9 @@ class Placement:
     io: str = ""  # how experts are read, and why
     io_threads: int = 0
     prefetch: str = ""  # depth in effect, and why
+    miss: str = ""  # what is done about an expert that a device misses
     pools: tuple[Pool, ...] = ()
+    devices: tuple[DeviceSlots, ...] = ()
     flash_attention: bool = False
     unlike_llama_cli: tuple[str, ...] = ()  # defaults of llama-cpp-python that are in effect and differ
 
@@ -313,6 +330,7 @@ class Placement:
     def from_dict(cls, data: Mapping[str, Any], **more: Any) -> Placement:
         plain: dict[str, Any] = {**_known(cls, data), **more}
         plain["pools"] = tuple(Pool(**_known(Pool, pool)) for pool in data["pools"])
+        plain["devices"] = tuple(DeviceSlots(**_known(DeviceSlots, device)) for device in data.get("devices", ()))
         return cls(**plain)
 
     def to_dict(self) -> dict[str, Any]:
@@ -328,6 +346,11 @@ class Placement:
             f"{p.precision}: {p.slots} of {self.n_layer * self.n_expert} experts fit, "
             f"{p.slot_bytes / mib:.2f} MiB each, {p.type}, {p.file}"
             for p in self.pools
+        ]
+        lines += [
+            f"{d.name}: {d.slots_high} high and {d.slots_low} low slots for {d.layers} layers, {d.bytes / mib:.1f} MiB "
+            f"({d.sizing}); misses: {self.miss}"
+            for d in self.devices
         ]
         rule = f", T1 {self.t1:g}, T2 {self.t2:g}" if self.precision in ("hobbit", "article") else ""
         exact = " (the same results for any cache)" if self.deterministic else ""

@@ -633,7 +633,7 @@ static void sim_dev_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * t
 }
 
 static enum ggml_backend_dev_type sim_dev_get_type(ggml_backend_dev_t) {
-    return GGML_BACKEND_DEVICE_TYPE_GPU;
+    return g_sim->params.unified ? GGML_BACKEND_DEVICE_TYPE_IGPU : GGML_BACKEND_DEVICE_TYPE_GPU;
 }
 
 static void sim_dev_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
@@ -754,7 +754,7 @@ static void sim_set_n_threads(ggml_backend_t backend, int n_threads) {
 }
 
 static bool sim_mul_mat_id_skip(ggml_backend_dev_t) {
-    return true; // the CPU's kernels do
+    return g_sim->params.skip; // the CPU's kernels do
 }
 
 static void * sim_reg_get_proc_address(ggml_backend_reg_t, const char * name) {
@@ -790,6 +790,8 @@ ggml_sim_params ggml_sim_params_default(void) {
     params.scramble         =            sim_env("HOBBIT_SIM_SCRAMBLE",          1) != 0;
     params.fail_alloc       = (int)      sim_env("HOBBIT_SIM_FAIL_ALLOC",        0);
     params.async            =            sim_env("HOBBIT_SIM_ASYNC",             1) != 0;
+    params.unified          =            sim_env("HOBBIT_SIM_UNIFIED",           0) != 0;
+    params.skip             =            sim_env("HOBBIT_SIM_SKIP",              1) != 0;
     return params;
 }
 

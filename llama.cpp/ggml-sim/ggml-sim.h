@@ -30,6 +30,8 @@ struct ggml_sim_params {
     bool     scramble;          // fill new and freed memory with bytes that are NaN in every float type
     int      fail_alloc;        // the n-th allocation of device memory fails, counted from 1; 0: none
     bool     async;             // whether the devices say that they copy asynchronously and know events
+    bool     unified;           // whether they say that they are integrated GPUs
+    bool     skip;              // whether they say that MUL_MAT_ID knows negative ids
 };
 
 struct ggml_sim_stats {
@@ -41,7 +43,7 @@ struct ggml_sim_stats {
 };
 
 // 1 device of 1 GiB, no limits, no delays, scramble, async; then what these say:
-// HOBBIT_SIM_DEVICES, _MEMORY_MIB, _MAX_BUFFER_MIB, _BANDWIDTH_MBPS, _LATENCY_US, _DELAY_US, _SEED, _SCRAMBLE, _FAIL_ALLOC, _ASYNC
+// HOBBIT_SIM_DEVICES, _MEMORY_MIB, _MAX_BUFFER_MIB, _BANDWIDTH_MBPS, _LATENCY_US, _DELAY_US, _SEED, _SCRAMBLE, _FAIL_ALLOC, _ASYNC, _UNIFIED, _SKIP
 struct ggml_sim_params ggml_sim_params_default(void);
 
 // once in a process: creates the devices SIM0, SIM1, ..; does not tell ggml of them (ggml_backend_register does)

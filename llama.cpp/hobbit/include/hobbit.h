@@ -50,7 +50,7 @@ struct hobbit_option {
     const char * help;
 };
 
-enum { HOBBIT_N_OPTIONS = 21 };
+enum { HOBBIT_N_OPTIONS = 22 };
 
 // the key of the integer KV override that carries a config handle into a model (and into --fit's trial loads)
 #define HOBBIT_CONFIG_KEY "hobbit.config"
@@ -123,6 +123,7 @@ struct hobbit_ubatch {
     const int32_t *  seq_id;   // first sequence of each token
     const int32_t *  pos;      // a token at position 0 starts a new sequence
     const int8_t  *  output;   // tokens whose rows reach the last layer
+    int32_t          n_threads; // with which the CPU computes it
 };
 
 HOBBIT_API void hobbit_step_begin(struct hobbit_context * ctx, const struct hobbit_ubatch * ubatch);
@@ -135,21 +136,25 @@ HOBBIT_API void hobbit_sequence_begin(struct hobbit_context * ctx, int32_t seq_i
 // graph: the route node of the MoE layer that weight w belongs to.
 //   ids      I32 [n_expert_used, n_tokens], any strides
 //   weights  F32 [1, n_expert_used, n_tokens], final gate weights
-//   cur      F32 [n_embd, n_tokens], the router's input if that is the normalised FFN input, else NULL: no prediction then
+//   cur      F32 [n_embd, n_tokens], the FFN's normalised input
+//   routed   whether that is the router's input and the router chooses by itself; else no prediction
 // returns F32 [1, n_expert_used, n_tokens]: the weights, 0 where an expert is skipped. Where the layer is computed on a device it
 // is a view of a tensor that holds the ids too
 HOBBIT_API struct ggml_tensor * hobbit_build_route(struct hobbit_context * ctx, struct ggml_context * ctx0,
-        struct ggml_tensor * w, struct ggml_tensor * ids, struct ggml_tensor * weights, struct ggml_tensor * cur);
+        struct ggml_tensor * w, struct ggml_tensor * ids, struct ggml_tensor * weights, struct ggml_tensor * cur, bool routed);
 // makes a MUL_MAT_ID node over a managed weight depend on what hobbit_build_route returned for its layer. Returns the node to use
-// in its place: itself, or, where the layer is computed on a device, one over the experts there
+// in its place: itself, or, where the layer is computed on a device, one over the experts there, perhaps with what the CPU adds
 HOBBIT_API struct ggml_tensor * hobbit_attach_route(struct hobbit_context * ctx, struct ggml_context * ctx0,
         struct ggml_tensor * mul_mat_id, struct ggml_tensor * route);
+// changes when the graphs that were built for a context must be built anew
+HOBBIT_API uint64_t hobbit_graph_epoch(const struct hobbit_context * ctx);
 
 //
 // control and statistics
 //
 
-// gives the cache another size (as --hobbit-cache), between steps; what is resident stays as far as it fits
+// gives the host's cache another size (as --hobbit-cache), between steps; what is resident stays as far as it fits. Slots on
+// devices stay as they are: their memory is taken at the load
 HOBBIT_API bool   hobbit_resize  (struct hobbit_context * ctx, const char * cache, char * err, size_t err_size);
 // out[layer * n_expert + expert]: 0 absent, 1 low, 2 high, for the first n; returns n_layer * n_expert
 HOBBIT_API size_t hobbit_resident(struct hobbit_context * ctx, int8_t * out, size_t n);

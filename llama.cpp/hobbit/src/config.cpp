@@ -21,6 +21,9 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "memory on the GPUs for routed experts of the layers that --n-gpu-layers puts there, all GPUs together; auto: what is\n"
         "free once the other weights are loaded, minus 1/4 of each GPU's memory (at least 512 MiB); off: the CPU computes\n"
         "experts (default: off, until this path has run on a GPU)"),
+    HOBBIT_OPTION("miss", "MISS", "MODE",
+        "an expert that is not on the GPU when it is wanted: load copies it there, cpu has the CPU compute it meanwhile, auto does\n"
+        "what is done sooner, as measured; needs --hobbit-device-cache (default: load)"),
     HOBBIT_OPTION("low", "LOW", "FILE",
         "GGUF of the same model whose experts serve as the low-precision copies; any shard of a sharded file"),
     HOBBIT_OPTION("precision", "PRECISION", "RULE",
@@ -187,12 +190,14 @@ static const char * rule_names  [] = { "high", "low", "hobbit", "article" }; // 
 static const char * io_names    [] = { "auto", "direct", "buffered", "uring" }; // in the order of hobbit_io
 static const char * repack_names[] = { "auto", "on", "off" };                 // in the order of hobbit_repack
 static const char * prefill_names[] = { "highest", "mass", "low" };           // in the order of hobbit_prefill
+static const char * miss_names   [] = { "load", "cpu", "auto" };              // in the order of hobbit_miss
 // in the order of hobbit_policy
 static const char * policy_names[] = { "hobbit", "lru", "lfu", "lfu-model", "lhu", "fld", "lcu", "lfru", "gate-mass", "lru-layer", "random" };
 
 const char * hobbit_rule_name  (hobbit_rule rule)     { return rule_names[rule]; }
 const char * hobbit_policy_name(hobbit_policy policy) { return policy_names[policy]; }
 const char * hobbit_prefill_name(hobbit_prefill prefill) { return prefill_names[prefill]; }
+const char * hobbit_miss_name(hobbit_miss miss) { return miss_names[miss]; }
 
 template <typename T, size_t N>
 static bool parse_name(const char * text, const char * const (&names)[N], T & out) {
@@ -222,6 +227,9 @@ bool hobbit_config_apply(hobbit_config & config, const std::string & name, const
         c->device_cache_off  = strcasecmp(value, "off")  == 0;
         ok   = c->device_cache_auto || c->device_cache_off || parse_size(value, c->device_cache_bytes);
         want = "auto, off, or a size such as 512MiB or 4GiB (a bare number is MiB)";
+    } else if (is("miss")) {
+        ok   = parse_name(value, miss_names, c->miss);
+        want = "load, cpu or auto";
     } else if (is("low")) {
         c->low_path = value;
         ok   = value[0] != '\0';
@@ -300,6 +308,10 @@ bool hobbit_config_fits(const hobbit_config & config, std::string & err) {
     const hobbit_thresholds & th = config.thresholds;
     if (th.t1 > th.t2) {
         err = hobbit_format("--hobbit-t1 %g is above --hobbit-t2 %g; T1 must not exceed T2", th.t1, th.t2);
+        return false;
+    }
+    if (config.miss != HOBBIT_MISS_LOAD && config.device_cache_off) {
+        err = hobbit_format("--hobbit-miss %s needs --hobbit-device-cache SIZE or auto: without it the CPU computes every expert", hobbit_miss_name(config.miss));
         return false;
     }
     if (config.quality_budget >= 0.0f) {

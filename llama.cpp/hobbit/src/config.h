@@ -25,12 +25,20 @@ enum hobbit_repack : int8_t {
     HOBBIT_REPACK_OFF,
 };
 
+// what happens to an expert that a device misses and computing wants
+enum hobbit_miss : int8_t {
+    HOBBIT_MISS_LOAD, // it is copied to the device
+    HOBBIT_MISS_CPU,  // the CPU computes it
+    HOBBIT_MISS_AUTO, // whichever is done sooner
+};
+
 struct hobbit_config {
     bool        cache_auto  = true;
     uint64_t    cache_bytes = 0; // when not auto
     bool        device_cache_auto  = false;
     bool        device_cache_off   = true;
     uint64_t    device_cache_bytes = 0; // when neither
+    hobbit_miss miss = HOBBIT_MISS_LOAD;
     std::string low_path;        // "": no low-precision file named
 
     bool              rule_set   = false; // else: hobbit with a low file, high without
@@ -69,6 +77,7 @@ bool hobbit_config_fits (const hobbit_config & config, std::string & err);
 const char * hobbit_rule_name  (hobbit_rule rule);
 const char * hobbit_policy_name(hobbit_policy policy);
 const char * hobbit_prefill_name(hobbit_prefill prefill);
+const char * hobbit_miss_name(hobbit_miss miss);
 
 // copies msg into the C API's err buffer; returns false, so that a caller can return it
 bool hobbit_fail(char * err, size_t err_size, const std::string & msg);

@@ -13,6 +13,16 @@
 static constexpr size_t PLACE_BYTES = 1 << 20;
 static constexpr int    N_PLACES    = 32;
 
+// one in so many fetches is waited for, to know how fast the link is
+static constexpr int MEASURE_EVERY = 16;
+
+// a wait of less may be the call's own time
+static constexpr int64_t WAIT_LEAST_US = 50;
+
+// copying ahead: how fast its means follow, and one in so many that do not seem to pay is issued all the same
+static constexpr double AHEAD_STEP  = 0.05;
+static constexpr int    AHEAD_TRIAL = 128;
+
 // alignment and padding of a bank's tensors
 static constexpr uint64_t BANK_SLACK = HOBBIT_N_PRECISIONS * HOBBIT_N_ROLES * 8192;
 
@@ -94,6 +104,7 @@ static bool device_multiplies(ggml_backend_dev_t dev, ggml_type type, const hobb
 
 void hobbit_device_set::finish(hobbit_model & model, const bool * in_use, bool no_alloc) {
     bank_of_layer.assign(model.store.n_layer(), nullptr);
+    miss = model.config.miss;
 
     std::map<int, ggml_backend_buffer_type_t> buft_of; // layer -> where its weights would be, all of them
     for (const auto & [weight, buft] : placed) {
@@ -158,6 +169,7 @@ void hobbit_device_set::finish(hobbit_model & model, const bool * in_use, bool n
         auto device = std::make_unique<hobbit_device>();
         device->dev  = ggml_backend_buft_get_device(buft);
         device->buft = buft;
+        device->unified = ggml_backend_dev_type(device->dev) == GGML_BACKEND_DEVICE_TYPE_IGPU;
         if (model.config.device_cache_auto && no_alloc) {
             // what is free is not known before the other weights are loaded: a trial load counts what is needed
             for (int layer : layers) {
@@ -375,26 +387,30 @@ void hobbit_device_set::start(hobbit_device & device) {
     device.n_places = N_PLACES;
 }
 
+hobbit_device_set::summary hobbit_device_set::summary_of(int device) const {
+    summary s;
+    for (const auto & bank : banks) {
+        if (bank->device != device) {
+            continue;
+        }
+        s.n_layers += (int) bank->layers.size();
+        s.staged    = s.staged || bank->staged;
+        for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+            s.n_slots[p] += bank->part[p].pool ? bank->part[p].pool->n_slots() : 0;
+        }
+    }
+    return s;
+}
+
 std::string hobbit_device_set::describe() const {
     std::string text;
     for (size_t i = 0; i < devices.size(); ++i) {
         const hobbit_device & device = *devices[i];
-        int n_layers = 0;
-        int n_slots[HOBBIT_N_PRECISIONS] = {};
-        bool staged = false;
-        for (const auto & bank : banks) {
-            if (bank->device != (int) i) {
-                continue;
-            }
-            n_layers += (int) bank->layers.size();
-            staged    = staged || bank->staged;
-            for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
-                n_slots[p] += bank->part[p].pool ? bank->part[p].pool->n_slots() : 0;
-            }
-        }
-        text += hobbit_format("  %-10s %s: %.1f MiB %s; %d layers, %d slots high, %d low; copies %s; large batches %s\n", "device",
-                ggml_backend_dev_name(device.dev), mib(device.bytes), device.sizing.c_str(), n_layers, n_slots[HOBBIT_HIGH], n_slots[HOBBIT_LOW],
-                device.copy ? "on a queue of their own" : "block", staged ? "through a stage" : "on the CPU");
+        const summary         s      = summary_of((int) i);
+        text += hobbit_format("  %-10s %s: %.1f MiB %s; %d layers, %d slots high, %d low; copies %s; large batches %s; misses: %s%s\n", "device",
+                ggml_backend_dev_name(device.dev), mib(device.bytes), device.sizing.c_str(), s.n_layers, s.n_slots[HOBBIT_HIGH], s.n_slots[HOBBIT_LOW],
+                device.copy ? "on a queue of their own" : "block", s.staged ? "through a stage" : "on the CPU", hobbit_miss_name(miss),
+                device.unified ? "; memory is the host's: what has a slot here leaves the cache there" : "");
     }
     for (const std::string & line : notes) {
         text += hobbit_format("  %-10s %s\n", "device", line.c_str());
@@ -402,17 +418,29 @@ std::string hobbit_device_set::describe() const {
     return text;
 }
 
+std::string hobbit_device_set::json() const {
+    std::string text;
+    for (size_t i = 0; i < devices.size(); ++i) {
+        const hobbit_device & device = *devices[i];
+        const summary         s      = summary_of((int) i);
+        text += hobbit_format("%s{\"name\": %s, \"bytes\": %llu, \"sizing\": %s, \"layers\": %d, \"slots_high\": %d, \"slots_low\": %d, \"queue\": %s, \"stage\": %s}",
+                i > 0 ? ", " : "", hobbit_quoted(ggml_backend_dev_name(device.dev)).c_str(), (unsigned long long) device.bytes, hobbit_quoted(device.sizing).c_str(),
+                s.n_layers, s.n_slots[HOBBIT_HIGH], s.n_slots[HOBBIT_LOW], device.copy ? "true" : "false", s.staged ? "true" : "false");
+    }
+    return "[" + text + "]";
+}
+
 //
 // graph
 //
 
+bool hobbit_device_uses_stage(const hobbit_model & model, int layer, int64_t n_rows) {
+    return n_rows > model.devices.bank_of(layer)->n_rows_max;
+}
+
 bool hobbit_device_takes(const hobbit_model & model, int layer, int64_t n_rows) {
     const hobbit_device_bank * bank = model.devices.bank_of(layer);
     return bank && (bank->staged || n_rows <= bank->n_rows_max);
-}
-
-static bool uses_stage(const hobbit_device_bank & bank, int64_t n_rows) {
-    return n_rows > bank.n_rows_max;
 }
 
 ggml_tensor * hobbit_device_pack(ggml_context * ctx0, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * cur) {
@@ -468,7 +496,7 @@ ggml_tensor * hobbit_device_unpack(hobbit_route & route, ggml_context * ctx0, gg
 
 ggml_tensor * hobbit_device_mul_mat_id(hobbit_route & route, ggml_context * ctx0, const hobbit_weight & weight, ggml_tensor * mul_mat_id) {
     const hobbit_device_bank & bank   = *route.ctx->model->devices.bank_of(weight.layer);
-    const bool                 staged = uses_stage(bank, mul_mat_id->src[2]->ne[1]);
+    const bool                 staged = hobbit_device_uses_stage(*route.ctx->model, weight.layer, mul_mat_id->src[2]->ne[1]);
 
     ggml_tensor * res = nullptr;
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
@@ -511,20 +539,131 @@ void hobbit_device_step_end(hobbit_context & ctx) {
     for (const auto & device : ctx.model->devices.devices) {
         ggml_backend_t backend = backend_of(ctx, device->dev);
         if (backend && device->copy) {
+            // of every step: the last one of another context may end later than this one
             ggml_backend_event_record(device->idle.get(), backend);
+            ggml_backend_event_wait(device->copy.get(), device->idle.get());
         } else if (backend) {
             ggml_backend_synchronize(backend);
         }
     }
 }
 
-void hobbit_device_find(hobbit_route & route, std::vector<route_choice> & choices) {
+// a slice of a bank or stage: one expert's weight
+static ggml_tensor slice_of(const ggml_tensor * bank, int64_t slot) {
+    ggml_tensor t = *bank;
+    t.ne[2] = 1;
+    t.nb[3] = t.nb[2];
+    t.data  = (char *) bank->data + slot * bank->nb[2];
+    return t;
+}
+
+// from may be reused when this returns
+static void copy_up(hobbit_device & device, ggml_tensor * to, int64_t slot, const char * from) {
+    const size_t size = to->nb[2];
+    if (!device.copy) {
+        ggml_backend_tensor_set(to, from, slot * size, size);
+        return;
+    }
+    for (size_t done = 0; done < size; done += PLACE_BYTES) {
+        const size_t n     = std::min(PLACE_BYTES, size - done);
+        const int    i     = device.n_copies % device.n_places;
+        char *       place = device.places + i * PLACE_BYTES;
+        ggml_backend_event_t free = device.place_free[i].get();
+        ggml_backend_event_synchronize(free);
+        memcpy(place, from + done, n);
+        ggml_backend_tensor_set_async(device.copy.get(), to, place, slot * size + done, n);
+        ggml_backend_event_record(free, device.copy.get());
+        device.n_copies++;
+    }
+}
+
+static void copy_within(hobbit_device & device, const ggml_tensor * to, int64_t to_slot, const ggml_tensor * from, int64_t from_slot) {
+    ggml_tensor a = slice_of(from, from_slot);
+    ggml_tensor b = slice_of(to,   to_slot);
+    if (!device.copy) {
+        ggml_backend_tensor_copy(&a, &b);
+        return;
+    }
+    ggml_backend_tensor_copy_async(device.copy.get(), device.copy.get(), &a, &b);
+}
+
+// this context's computing on the device goes on when the first n copies are there; all: and what was copied within the device
+static void copies_await(hobbit_context & ctx, int index, uint64_t n, bool all) {
+    hobbit_device & device = *ctx.model->devices.devices[index];
+    ctx.awaited.resize(ctx.model->devices.devices.size());
+    if (!device.copy || (n <= ctx.awaited[index] && !all)) {
+        return;
+    }
+    ggml_backend_t backend = backend_of(ctx, device.dev);
+    if (!backend) {
+        ggml_backend_synchronize(device.copy.get());
+    } else if (all) {
+        ggml_backend_event_record(device.done.get(), device.copy.get());
+        ggml_backend_event_wait(backend, device.done.get());
+    } else if (n + device.n_places > device.n_copies) { // else its place was used again, once it had ended
+        ggml_backend_event_wait(backend, device.place_free[(n - 1) % device.n_places].get());
+    }
+    n = all || !backend ? device.n_copies : n;
+    ctx.awaited[index] = n;
+    device.n_awaited   = std::max(device.n_awaited, n);
+}
+
+// The host waits for all copies. If it had to wait, or they took less time than expected, that says how fast the link is
+static void copies_end(hobbit_device & device) {
+    const int64_t t0 = ggml_time_us();
+    ggml_backend_event_synchronize(device.place_free[(device.n_copies - 1) % device.n_places].get());
+    device.n_ended = device.n_copies;
+
+    const int64_t now  = ggml_time_us();
+    const double  took = 1e-6*(now - device.t_begin_us);
+    if (device.timed && (now - t0 > WAIT_LEAST_US || took < device.link.at((double) device.bytes_begun))) {
+        device.link.add((double) device.bytes_begun, took);
+    }
+    device.t_dry_us = std::min(device.t_dry_us, now);
+}
+
+// bytes were queued since t0; alone: nothing else was on the link then
+static void copies_queued(hobbit_device & device, uint64_t bytes, int64_t t0, bool alone) {
+    if (!device.copy) {
+        device.link.add((double) bytes, 1e-6*(ggml_time_us() - t0));
+        return;
+    }
+    device.timed       = alone || device.timed;
+    device.t_begin_us  = alone ? t0    : device.t_begin_us;
+    device.bytes_begun = alone ? bytes : device.bytes_begun + bytes;
+    device.t_dry_us    = std::max(device.t_begin_us + (int64_t) (1e6*device.link.at((double) device.bytes_begun)), t0);
+}
+
+double hobbit_device_busy(const hobbit_device & device) {
+    return device.copy && device.n_ended < device.n_copies ? 1e-6*std::max<int64_t>(0, device.t_dry_us - ggml_time_us()) : 0.0;
+}
+
+// whether an expert that is on its way to a slot is computed by the CPU sooner than it arrives
+static bool is_late(const hobbit_route & route, const hobbit_device & device, int precision, int64_t n_rows) {
+    hobbit_model & model = *route.ctx->model;
+    const auto     ffn   = route.ffns.find(n_rows);
+    if (ffn == route.ffns.end() || !ffn->second->out || device.unified || model.config.miss == HOBBIT_MISS_LOAD) {
+        return false;
+    }
+    const hobbit_line & cpu = model.miss_costs.cpu_of(n_rows);
+    return model.config.miss == HOBBIT_MISS_CPU ||
+           (cpu.known() && hobbit_device_busy(device) > cpu.at((double) hobbit_expert_bytes(model.store.layers[route.layer], precision)));
+}
+
+void hobbit_device_find(hobbit_route & route, std::vector<route_choice> & choices, int64_t n_rows) {
     hobbit_context &     ctx  = *route.ctx;
     hobbit_device_bank & bank = *ctx.model->devices.bank_of(route.layer);
 
     // what computing waited for is over: it has come this far
     hobbit_device & device = *ctx.model->devices.devices[bank.device];
-    device.n_ended = device.n_awaited;
+    device.n_ended = std::max(device.n_ended, device.n_awaited);
+
+    const int64_t now = ggml_time_us();
+    const int64_t dry = std::max(device.n_ended < device.n_copies ? device.t_dry_us : 0, device.t_fetched_us);
+    device.idle_us += AHEAD_STEP*(std::max<int64_t>(0, now - dry) - device.idle_us);
+    if (device.copy && device.n_ended < device.n_copies && now > device.t_dry_us) {
+        copies_end(device);
+    }
 
     route.device_copies = 0;
     std::vector<hobbit_sequence_stats> counts(std::max<size_t>(1, ctx.step_seqs.size())); // by sequence of the step
@@ -532,7 +671,7 @@ void hobbit_device_find(hobbit_route & route, std::vector<route_choice> & choice
     for (const route_choice & choice : choices) {
         const int precision = choice.given - HOBBIT_PRECISION_LOW;
         const int slot      = choice.given == HOBBIT_PRECISION_SKIP ? -1 : bank.part[precision].pool->find(route.layer, choice.id);
-        if (slot < 0) {
+        if (slot < 0 || (bank.part[precision].copied[slot] > device.n_ended && is_late(route, device, precision, n_rows))) {
             missing.push_back(choice);
             continue;
         }
@@ -558,69 +697,6 @@ void hobbit_device_find(hobbit_route & route, std::vector<route_choice> & choice
     }
 }
 
-// a slice of a bank or stage: one expert's weight
-static ggml_tensor slice_of(const ggml_tensor * bank, int64_t slot) {
-    ggml_tensor t = *bank;
-    t.ne[2] = 1;
-    t.nb[3] = t.nb[2];
-    t.data  = (char *) bank->data + slot * bank->nb[2];
-    return t;
-}
-
-// from may be reused when this returns
-static void copy_up(hobbit_device & device, ggml_tensor * to, int64_t slot, const char * from) {
-    const size_t size = to->nb[2];
-    if (!device.copy) {
-        ggml_backend_tensor_set(to, from, slot * size, size);
-        return;
-    }
-    for (size_t done = 0; done < size; done += PLACE_BYTES) {
-        const size_t n     = std::min(PLACE_BYTES, size - done);
-        char *       place = device.places + device.next * PLACE_BYTES;
-        ggml_backend_event_t free = device.place_free[device.next].get();
-        ggml_backend_event_synchronize(free);
-        memcpy(place, from + done, n);
-        ggml_backend_tensor_set_async(device.copy.get(), to, place, slot * size + done, n);
-        ggml_backend_event_record(free, device.copy.get());
-        device.next = (device.next + 1) % device.n_places;
-        device.n_copies++;
-    }
-}
-
-static void copy_within(hobbit_device & device, const ggml_tensor * to, int64_t to_slot, const ggml_tensor * from, int64_t from_slot) {
-    ggml_tensor a = slice_of(from, from_slot);
-    ggml_tensor b = slice_of(to,   to_slot);
-    if (!device.copy) {
-        ggml_backend_tensor_copy(&a, &b);
-        return;
-    }
-    ggml_backend_tensor_copy_async(device.copy.get(), device.copy.get(), &a, &b);
-    device.n_copies++;
-}
-
-// the copies that follow may overwrite what earlier steps read
-static void copies_begin(hobbit_device & device) {
-    if (device.copy) {
-        ggml_backend_event_wait(device.copy.get(), device.idle.get());
-    }
-}
-
-// this context's computing on the device goes on when the first n copies are there
-static void copies_await(hobbit_context & ctx, int index, uint64_t n) {
-    hobbit_device & device = *ctx.model->devices.devices[index];
-    ctx.awaited.resize(ctx.model->devices.devices.size());
-    if (!device.copy || n <= ctx.awaited[index]) {
-        return;
-    }
-    if (ggml_backend_t backend = backend_of(ctx, device.dev)) {
-        ggml_backend_event_record(device.done.get(), device.copy.get());
-        ggml_backend_event_wait(backend, device.done.get());
-    } else {
-        ggml_backend_synchronize(device.copy.get());
-    }
-    ctx.awaited[index] = device.n_awaited = device.n_copies;
-}
-
 // experts[i] of the route in the host's memory; NULL: could not be read
 static const char * await_host(hobbit_route & route, hobbit_role role, int i) {
     hobbit_model &             model = *route.ctx->model;
@@ -639,19 +715,67 @@ static const char * await_host(hobbit_route & route, hobbit_role role, int i) {
            piece                   ? piece->read.dst : model.piece_data(route.layer, e.precision, role, e.slot, e.id);
 }
 
+// Copies an expert that the host has to a slot, if that delays nothing: no place is waited for, and where copies block the slot
+// is a free one. Returns the slot, pinned; -1: not now
+static int copy_aside(hobbit_context & ctx, hobbit_device_bank & bank, int layer, int expert, int precision) {
+    hobbit_model &       model  = *ctx.model;
+    hobbit_device &      device = *model.devices.devices[bank.device];
+    const hobbit_layer & l      = model.store.layers[layer];
+    auto &               part   = bank.part[precision];
+
+    const int host_slot = part.pool->find(layer, expert) < 0 ? model.pools[precision].pool->find(layer, expert) : -1;
+    uint64_t  n_copies  = 0;
+    for (const hobbit_weight * w : l.weight) {
+        n_copies += w ? (w->source[precision].expert_bytes + PLACE_BYTES - 1) / PLACE_BYTES : 0;
+    }
+    if (host_slot < 0 || !hobbit_is_ready(model, layer, precision, host_slot) ||
+        (device.copy ? device.n_copies + n_copies > device.n_ended + device.n_places : part.pool->n_used() == part.pool->n_slots())) {
+        return -1;
+    }
+    int64_t   evicted;
+    const int slot = part.pool->place(layer, expert, ctx.step_records.data(), (int) ctx.step_records.size(), true, &evicted);
+    if (slot < 0) {
+        return -1;
+    }
+    const int64_t t0    = ggml_time_us();
+    const bool    alone = device.n_ended == device.n_copies;
+    for (hobbit_role role : ROLES_AS_USED) {
+        if (l.weight[role]) {
+            copy_up(device, part.slots[role], slot, model.piece_data(layer, precision, role, host_slot, expert));
+        }
+    }
+    copies_queued(device, hobbit_expert_bytes(l, precision), t0, alone);
+    part.copied[slot] = device.n_copies;
+    if (device.unified && model.pools[precision].pool->pins(host_slot) == 0) {
+        model.pools[precision].pool->drop(host_slot);
+    }
+
+    std::lock_guard<std::mutex> lock(ctx.stats_mutex);
+    hobbit_counters & count = ctx.stats.layers[layer];
+    count.device_evictions += evicted >= 0 ? 1 : 0;
+    count.upload_bytes     += hobbit_expert_bytes(l, precision);
+    return slot;
+}
+
 void hobbit_device_fetch(hobbit_route & route, int64_t n_rows) {
     hobbit_context &     ctx    = *route.ctx;
     hobbit_model &       model  = *ctx.model;
     hobbit_device_bank & bank   = *model.devices.bank_of(route.layer);
     hobbit_device &      device = *model.devices.devices[bank.device];
     const hobbit_layer & layer  = model.store.layers[route.layer];
-    const bool           staged = uses_stage(bank, n_rows);
+    const bool           staged = hobbit_device_uses_stage(model, route.layer, n_rows);
+
+    std::vector<bool> on_cpu(route.experts.size(), false);
+    for (int i : route.on_cpu) {
+        on_cpu[i] = true;
+    }
+    std::vector<bool> no_copy = on_cpu; // or on their way
+    const int64_t  t0    = ggml_time_us();
+    const bool     alone = device.n_ended == device.n_copies; // on the link
+    const uint64_t stall = ctx.stall_us.load(std::memory_order_relaxed);
 
     hobbit_counters count;
 
-    if (staged || !route.experts.empty()) {
-        copies_begin(device);
-    }
     if (staged) {
         for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
             for (int id = 0; id < layer.n_expert; ++id) {
@@ -669,7 +793,20 @@ void hobbit_device_fetch(hobbit_route & route, int64_t n_rows) {
     // slots for what comes; a large batch takes only those that are free. placed is void if the step fails
     std::vector<std::pair<int, int>> placed; // (precision, slot)
     std::vector<int>                 slots;  // per expert of the route, -1: none
-    for (const hobbit_step_expert & e : route.experts) {
+    for (size_t i = 0; i < route.experts.size(); ++i) {
+        const hobbit_step_expert & e = route.experts[i];
+        const int there = bank.part[e.precision].pool->find(route.layer, e.id); // on its way, but late
+        if (on_cpu[i] || there >= 0) {
+            slots.push_back(-1);
+            if (!on_cpu[i]) {
+                bank.part[e.precision].pool->pin(there);
+                ctx.device_pinned.push_back({ &bank, e.precision, there });
+                route.device_ids[e.precision][e.id] = there;
+                route.device_copies = std::max(route.device_copies, bank.part[e.precision].copied[there]);
+                no_copy[i] = true;
+            }
+            continue;
+        }
         const auto place = [&](int64_t & evicted) {
             return bank.part[e.precision].pool->place(route.layer, e.id, ctx.step_records.data(), (int) ctx.step_records.size(), !staged, &evicted);
         };
@@ -695,10 +832,13 @@ void hobbit_device_fetch(hobbit_route & route, int64_t n_rows) {
         if (!weight || failed) {
             continue;
         }
-        if (!route.streamed.empty()) {
-            model.stream.begin(route.layer, role);
+        if (!route.streamed.empty() && !on_cpu.back()) {
+            model.stream.begin(route.layer, role); // what is streamed goes one way
         }
         for (size_t i = 0; i < route.experts.size() && !failed; ++i) {
+            if (no_copy[i]) {
+                continue;
+            }
             const hobbit_step_expert & e    = route.experts[i];
             const auto &               part = bank.part[e.precision];
             const char *               data = await_host(route, role, (int) i);
@@ -718,7 +858,23 @@ void hobbit_device_fetch(hobbit_route & route, int64_t n_rows) {
     for (const auto & [precision, slot] : placed) {
         bank.part[precision].copied[slot] = device.n_copies;
     }
-    copies_await(ctx, bank.device, staged || !route.experts.empty() ? device.n_copies : route.device_copies);
+    for (int i = 0; device.unified && !failed && i < route.n_cached; ++i) {
+        if (slots[i] >= 0) {
+            ctx.moved.emplace_back(route.experts[i].precision, route.experts[i].slot);
+        }
+    }
+    copies_await(ctx, bank.device, count.upload_bytes > 0 ? device.n_copies : route.device_copies, staged);
+    // where the host waited for bytes, or copies within the device were between, the link's time says nothing
+    if (staged || ctx.stall_us.load(std::memory_order_relaxed) != stall) {
+        device.timed = false;
+    } else if (count.upload_bytes > 0) {
+        copies_queued(device, count.upload_bytes, t0, alone);
+        if (device.copy && (!device.link.known() || ++device.n_unmeasured >= MEASURE_EVERY)) {
+            copies_end(device);
+            device.n_unmeasured = 0;
+        }
+    }
+    device.t_fetched_us = ggml_time_us();
 
     if (failed) {
         ctx.failed.store(true, std::memory_order_relaxed);
@@ -728,6 +884,14 @@ void hobbit_device_fetch(hobbit_route & route, int64_t n_rows) {
         }
         for (auto & ids : route.device_ids) {
             std::fill(ids.begin(), ids.end(), -1);
+        }
+    }
+    // for the next time, while the link has nothing else to do
+    for (int i : route.on_cpu) {
+        const hobbit_step_expert & e = route.experts[i];
+        const int slot = failed || device.n_ended < device.n_copies ? -1 : copy_aside(ctx, bank, route.layer, e.id, e.precision);
+        if (slot >= 0) {
+            ctx.device_pinned.push_back({ &bank, e.precision, slot });
         }
     }
     std::lock_guard<std::mutex> lock(ctx.stats_mutex);
@@ -743,13 +907,27 @@ void hobbit_device_settle(hobbit_context & ctx, int layer, const hobbit_precisio
         }
         p.pin.bank->part[p.pin.precision].pool->unpin(p.pin.slot);
         if (p.issued) {
+            hobbit_device & device = *ctx.model->devices.devices[p.pin.bank->device];
             const bool used = chosen && p.layer == layer && chosen[p.expert] == HOBBIT_PRECISION_LOW + p.pin.precision;
             (used ? ctx.n_prefetch_used : ctx.n_prefetch_wasted) += 1;
+            device.ahead_used += AHEAD_STEP*(used - device.ahead_used);
             std::lock_guard<std::mutex> lock(ctx.stats_mutex);
             ctx.stats.layers[p.layer].ahead_used += used ? 1 : 0;
         }
     }
     ctx.device_predicted.swap(later);
+}
+
+// Whether to copy ahead. One that is used takes from the next layer's copies what falls into the time in which the link would be idle;
+// one that is not delays them by the rest of it, and what had to leave for it may have to come back
+static bool ahead_pays(hobbit_device & device, uint64_t bytes) {
+    const double busy = 1e6*hobbit_device_busy(device);
+    const double took = 1e6*device.link.at((double) bytes);
+    const double idle = std::min(took, std::max(0.0, device.idle_us - busy));
+    if (!device.link.known() || device.ahead_used*idle >= (1.0 - device.ahead_used)*(2.0*took - idle)) {
+        return true;
+    }
+    return ++device.n_refused % AHEAD_TRIAL == 0;
 }
 
 bool hobbit_device_ahead(hobbit_context & ctx, int layer, int expert, int precision, int64_t n_rows) {
@@ -765,39 +943,15 @@ bool hobbit_device_ahead(hobbit_context & ctx, int layer, int expert, int precis
         ctx.device_predicted.push_back({ { bank, precision, slot }, layer, expert, false });
         return true;
     }
-    hobbit_device &      device    = *model.devices.devices[bank->device];
-    const hobbit_layer & l         = model.store.layers[layer];
-    const int            host_slot = model.pools[precision].pool->find(layer, expert);
-    uint64_t             n_copies  = 0;
-    bool                 ready     = host_slot >= 0 && device.copy;
-    for (int role = 0; ready && role < HOBBIT_N_ROLES; ++role) {
-        if (l.weight[role]) {
-            ready = model.pools[precision].piece(host_slot, role).load(std::memory_order_acquire) == HOBBIT_PIECE_READY;
-            n_copies += (l.weight[role]->source[precision].expert_bytes + PLACE_BYTES - 1) / PLACE_BYTES;
-        }
-    }
-    if (!ready || device.n_copies + n_copies > device.n_ended + device.n_places) {
-        return false;
-    }
-    int64_t evicted;
-    slot = part.pool->place(layer, expert, ctx.step_records.data(), (int) ctx.step_records.size(), true, &evicted);
+    hobbit_device & device = *model.devices.devices[bank->device];
+    slot = device.copy && ahead_pays(device, hobbit_expert_bytes(model.store.layers[layer], precision)) ? copy_aside(ctx, *bank, layer, expert, precision) : -1;
     if (slot < 0) {
         return false;
     }
-    copies_begin(device);
-    for (hobbit_role role : ROLES_AS_USED) {
-        if (l.weight[role]) {
-            copy_up(device, part.slots[role], slot, model.piece_data(layer, precision, role, host_slot, expert));
-        }
-    }
-    part.copied[slot] = device.n_copies;
     ctx.device_predicted.push_back({ { bank, precision, slot }, layer, expert, true });
 
     std::lock_guard<std::mutex> lock(ctx.stats_mutex);
-    hobbit_counters & count = ctx.stats.layers[layer];
-    count.ahead_issued++;
-    count.device_evictions += evicted >= 0 ? 1 : 0;
-    count.upload_bytes     += hobbit_expert_bytes(l, precision);
+    ctx.stats.layers[layer].ahead_issued++;
     return true;
 }
 

@@ -9,11 +9,13 @@
 // them as if there were no device.
 //
 // When a route node runs, the device has computed everything before it in this step (it gave the router's choice), so any slot
-// that this layer does not use may be overwritten. What earlier steps, of any context, left running stands behind `idle`.
+// that this layer does not use may be overwritten. For what earlier steps, of any context, left running the copies' queue waits: `idle`.
 
 #pragma once
 
 #include "cache.h"
+#include "config.h"
+#include "cooperate.h"
 #include "precision.h"
 #include "store.h"
 
@@ -57,23 +59,35 @@ struct hobbit_device {
     uint64_t                   budget = 0; // bytes
     uint64_t                   bytes  = 0; // of them in use
     std::string                sizing;     // where the budget comes from, for people
+    bool                       unified = false; // its memory is the host's: an expert that gets a slot leaves the host's cache
     ggml_backend_buffer_ptr    stage;      // shared by the banks: a layer at a time
 
     // NULL where the device has no queues or events: copies block then
     ggml_backend_ptr       copy;
     ggml_backend_event_ptr done; // of what a route node copied
-    ggml_backend_event_ptr idle; // of what steps computed
+    ggml_backend_event_ptr idle; // of what a step computed
 
     // staging memory: places that go around
     ggml_backend_buffer_ptr             pinned;
     char *                              places   = nullptr;
     int                                 n_places = 0;
-    int                                 next     = 0;
 
-    uint64_t n_copies  = 0; // queued so far
+    uint64_t n_copies  = 0; // from the host, queued so far; copy n is the n-th, through place (n - 1) % n_places
     uint64_t n_awaited = 0; // of them, those that some step waited for last
     uint64_t n_ended   = 0; // of them, those that have ended for sure
-    std::vector<ggml_backend_event_ptr> place_free; // [n_places]
+    std::vector<ggml_backend_event_ptr> place_free; // [n_places], of the place's last copy
+
+    hobbit_line link;           // seconds that copies of some bytes take
+    int64_t     t_begin_us   = 0; // when the link last went from idle to busy
+    uint64_t    bytes_begun  = 0; // queued since then
+    bool        timed        = false; // whether the two say what the link does
+    int64_t     t_dry_us     = 0; // when what is queued will be there, about
+    int64_t     t_fetched_us = 0; // when the last route node had queued what it needs
+    int         n_unmeasured = 0; // fetches since one was waited for
+
+    double idle_us    = 0.0; // from there to the next route node, less the time that the link is busy; a mean
+    double ahead_used = 0.5; // share of the copies ahead that were chosen then; a mean
+    int    n_refused  = 0;   // copies ahead that did not seem to pay
 
     ~hobbit_device(); // waits for copies under way
 };
@@ -91,6 +105,7 @@ class hobbit_device_set {
     hobbit_device_bank * bank_of(int layer) const { return layer < (int) bank_of_layer.size() ? bank_of_layer[layer] : nullptr; }
 
     std::string describe() const; // lines of the load block
+    std::string json() const;     // a list of the devices, for hobbit_placement_json
 
     std::vector<std::unique_ptr<hobbit_device>>      devices;
     std::vector<std::unique_ptr<hobbit_device_bank>> banks;
@@ -101,6 +116,14 @@ class hobbit_device_set {
     void start      (hobbit_device & device);
     void note       (const std::string & text);
 
+    struct summary { // of a device's banks
+        int  n_layers = 0;
+        int  n_slots[HOBBIT_N_PRECISIONS] = {};
+        bool staged = false;
+    };
+    summary summary_of(int device) const;
+
+    hobbit_miss miss = HOBBIT_MISS_LOAD;
     std::vector<std::pair<const hobbit_weight *, ggml_backend_buffer_type_t>> placed;
     std::vector<hobbit_device_bank *> bank_of_layer;
     std::vector<std::string>          notes;
@@ -108,6 +131,12 @@ class hobbit_device_set {
 
 // whether this batch of a layer is computed on its device
 bool hobbit_device_takes(const hobbit_model & model, int layer, int64_t n_rows);
+
+// whether it is too large for the slots
+bool hobbit_device_uses_stage(const hobbit_model & model, int layer, int64_t n_rows);
+
+// seconds until the link has copied what is queued, about
+double hobbit_device_busy(const hobbit_device & device);
 
 // what the route node reads: F32 [2*n_used + n_embd, n_rows], a row's ids as numbers, its weights, and cur's row if there is one
 ggml_tensor * hobbit_device_pack(ggml_context * ctx0, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * cur);
@@ -130,8 +159,8 @@ ggml_tensor * hobbit_device_unpack    (hobbit_route & route, ggml_context * ctx0
 ggml_tensor * hobbit_device_mul_mat_id(hobbit_route & route, ggml_context * ctx0, const hobbit_weight & weight, ggml_tensor * mul_mat_id);
 
 // in the route node, in this order: pins and counts what is in slots, removing it from choices; brings what the host tier then
-// holds for the route; writes the planes of ids. fetch may fail: ctx.failed is set
-void hobbit_device_find (hobbit_route & route, std::vector<route_choice> & choices);
+// holds for the route, but not what the CPU computes; writes the planes of ids. fetch may fail: ctx.failed is set
+void hobbit_device_find (hobbit_route & route, std::vector<route_choice> & choices, int64_t n_rows);
 void hobbit_device_fetch(hobbit_route & route, int64_t n_rows);
 void hobbit_device_ids  (const hobbit_route & route, const ggml_tensor * ids, ggml_tensor * packed);
 

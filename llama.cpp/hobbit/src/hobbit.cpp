@@ -28,7 +28,7 @@ void hobbit_set_log(void (*log)(int level, const char * text)) {
     log_callback = log;
 }
 
-static void log_text(const hobbit_config & config, int level, const std::string & text) {
+void hobbit_log(const hobbit_config & config, int level, const std::string & text) {
     if (config.verbose || !log_callback) {
         fputs(text.c_str(), stderr);
     } else {
@@ -370,9 +370,21 @@ static std::string profile_text(const hobbit_model & model) {
         if (!model.uses(p)) {
             continue;
         }
-        for (int slot : model.pools[p].pool->by_last_touch()) {
-            const int64_t key = model.pools[p].pool->key_at(slot);
-            text += hobbit_format("%s %d %d\n", p == HOBBIT_HIGH ? "high" : "low", (int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()));
+        // what is on a device is wanted most
+        std::vector<const hobbit_pool *> pools;
+        for (const auto & bank : model.devices.banks) {
+            pools.push_back(bank->part[p].pool.get());
+        }
+        pools.push_back(model.pools[p].pool.get());
+
+        std::set<int64_t> written;
+        for (const hobbit_pool * pool : pools) {
+            for (int slot : pool->by_last_touch()) {
+                const int64_t key = pool->key_at(slot);
+                if (written.insert(key).second) {
+                    text += hobbit_format("%s %d %d\n", p == HOBBIT_HIGH ? "high" : "low", (int) (key / model.store.n_expert()), (int) (key % model.store.n_expert()));
+                }
+            }
         }
     }
     return text;
@@ -424,7 +436,7 @@ static void load_profile(hobbit_model & model) {
     if (line != profile_head(model)) {
         model.warm = path + " is of another model or other files, and is left alone";
         model.config.profile_path.clear();
-        log_text(model.config, 1, "hobbit: " + model.warm + "\n");
+        hobbit_log(model.config, 1, "hobbit: " + model.warm + "\n");
         return;
     }
     int n = 0;
@@ -618,7 +630,7 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
     if (!config.profile_path.empty()) {
         load_profile(model);
     }
-    log_text(config, 0, describe(model));
+    hobbit_log(config, 0, describe(model));
     return true;
 }
 
@@ -828,6 +840,18 @@ static void reset_records(hobbit_context & ctx, hobbit_records & records, int32_
 
 void hobbit_context_add_backend(hobbit_context * ctx, ggml_backend * backend) {
     ctx->backends.push_back(backend);
+
+    hobbit_model &     model = *ctx->model;
+    ggml_backend_dev_t dev   = ggml_backend_get_device(backend);
+    if (model.config.miss != HOBBIT_MISS_LOAD && !model.no_alloc && !model.devices.banks.empty() && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+        std::lock_guard<std::mutex> lock(model.step_mutex);
+        model.cpu = model.cpu ? std::move(model.cpu) : std::make_unique<hobbit_cpu_worker>(dev);
+        ctx->cooperates = true;
+    }
+}
+
+uint64_t hobbit_graph_epoch(const hobbit_context * ctx) {
+    return ctx ? ctx->graph_epoch : 0;
 }
 
 void hobbit_sequence_begin(hobbit_context * ctx, int32_t seq_id) {
@@ -948,7 +972,7 @@ static void make_room(hobbit_context & ctx, int32_t n_tokens) {
     const bool  ok = resize(model, config, err);
     model.config.cache_auto = true;
     model.sizing = ok ? hobbit_format("%s, %.0f MiB given up for %d tokens at once", sizing.c_str(), mib(soon - mem.limit), n_tokens) : sizing;
-    log_text(model.config, ok ? 0 : 1, ok ?
+    hobbit_log(model.config, ok ? 0 : 1, ok ?
         hobbit_format("hobbit: the cache goes down to %.1f MiB: computing %d tokens at once takes %.0f MiB\n", mib(model.bytes()), n_tokens, mib(need)) :
         hobbit_format("hobbit: computing %d tokens at once takes %.0f MiB, for which the cache cannot make room (%s); a smaller --ubatch-size takes less\n",
             n_tokens, mib(need), err.c_str()));
@@ -994,6 +1018,7 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
         payload.insert(payload.end(), ctx->output_seq.begin(), ctx->output_seq.end());
         ctx->model->trace->event(HOBBIT_TRACE_STEP, ctx->trace_id, 0, 0, 0, 0, payload.data(), payload.size() * sizeof(int32_t));
     }
+    ctx->n_threads  = ubatch->n_threads;
     ctx->t_begin_us = ggml_time_us();
     ctx->demand_seconds = ctx->model->loader->demand_seconds();
     ctx->busy_seconds   = ctx->model->loader->busy_seconds();
@@ -1006,6 +1031,9 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
 
 bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
     hobbit_model & model = *ctx->model;
+    if (model.cpu) {
+        model.cpu->wait(); // runs still only if the step was stopped half-way
+    }
     const uint64_t us    = ggml_time_us() - ctx->t_begin_us;
     const bool     ok    = !ctx->failed.load(std::memory_order_relaxed);
 
@@ -1032,6 +1060,7 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
     hobbit_device_step_end(*ctx);
     hobbit_settle_predicted(*ctx, model.store.n_layer(), nullptr);
     judge_warm(model, (int) ctx->token_seq.size());
+    hobbit_cooperate_judge(*ctx);
     if (ctx->decode && us > 0) {
         const double demand_us = 1e6 * (model.loader->demand_seconds() - ctx->demand_seconds);
         model.governor.step({ ctx->n_prefetch_used, ctx->n_prefetch_wasted, (float) std::min(1.0, demand_us / us),
@@ -1193,7 +1222,8 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
             config.deterministic ? "true" : "false", model.custom_policy ? "custom" : hobbit_policy_name(config.policy.policy));
     text += hobbit_format("\"cache_bytes\": %zu, \"sizing\": %s, \"ring_places\": %d, \"ring_place_bytes\": %zu, \"io_threads\": %d, \"io\": %s, ",
             model.bytes(), hobbit_quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads, hobbit_quoted(model.io).c_str());
-    text += hobbit_format("\"prefetch\": %s, \"pools\": [", hobbit_quoted(ctx->labels.prefetch).c_str());
+    text += hobbit_format("\"prefetch\": %s, \"miss\": \"%s\", \"devices\": %s, \"pools\": [", hobbit_quoted(ctx->labels.prefetch).c_str(),
+            hobbit_miss_name(config.miss), model.devices.json().c_str());
     const char * sep = "";
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
         if (model.uses(p)) {

@@ -85,6 +85,13 @@ void hobbit_unpin_all(hobbit_context & ctx) {
         ctx.model->pools[precision].pool->unpin(slot);
     }
     ctx.pinned.clear();
+    for (const auto & [precision, slot] : ctx.moved) {
+        hobbit_pool & pool = *ctx.model->pools[precision].pool;
+        if (pool.pins(slot) == 0) {
+            pool.drop(slot);
+        }
+    }
+    ctx.moved.clear();
     hobbit_device_unpin(ctx);
 }
 
@@ -148,10 +155,9 @@ bool hobbit_warm(hobbit_model & model, int layer, int precision, int expert) {
     return true;
 }
 
-// whether every weight of the expert in a slot is there
-static bool is_ready(hobbit_model & model, const hobbit_layer & layer, int precision, int slot) {
+bool hobbit_is_ready(hobbit_model & model, int layer, int precision, int slot) {
     for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
-        if (layer.weight[role] && model.pools[precision].piece(slot, role).load(std::memory_order_acquire) != HOBBIT_PIECE_READY) {
+        if (model.store.layers[layer].weight[role] && model.pools[precision].piece(slot, role).load(std::memory_order_acquire) != HOBBIT_PIECE_READY) {
             return false;
         }
     }
@@ -183,7 +189,7 @@ void hobbit_settle_predicted(hobbit_context & ctx, int layer, const hobbit_preci
 
         const bool used = chosen && p.layer == layer && chosen[p.expert] == HOBBIT_PRECISION_LOW + p.precision;
         uint64_t bytes = p.issued ? hobbit_expert_bytes(l, p.precision) : 0;
-        if (!used && !is_ready(model, l, p.precision, p.slot) && pool.pins(p.slot) == 0) {
+        if (!used && !hobbit_is_ready(model, p.layer, p.precision, p.slot) && pool.pins(p.slot) == 0) {
             uint64_t done = 0;
             for (int role = 0; role < HOBBIT_N_ROLES; ++role) {
                 std::atomic<uint8_t> & state = model.pools[p.precision].piece(p.slot, role);
@@ -250,7 +256,7 @@ static whereabouts find_copies(hobbit_model & model, int layer, int expert, bool
         }
         const int slot = model.uses(p) ? model.pools[p].pool->find(layer, expert) : -1;
         if (slot >= 0) {
-            copies.in[p] = is_ready(model, model.store.layers[layer], p, slot) ? HOBBIT_TRACE_READY : HOBBIT_TRACE_LOADING;
+            copies.in[p] = hobbit_is_ready(model, layer, p, slot) ? HOBBIT_TRACE_READY : HOBBIT_TRACE_LOADING;
         }
     }
     return copies;
@@ -421,7 +427,7 @@ static void route_place(hobbit_route & route, const std::vector<route_choice> & 
         pool.pin(slot);
         pool.touch(slot);
         ctx.pinned.emplace_back(precision, slot);
-        if (is_ready(model, layer, precision, slot)) {
+        if (hobbit_is_ready(model, route.layer, precision, slot)) {
             route.experts.push_back({ choice.id, (int8_t) precision, slot });
             continue;
         }
@@ -701,6 +707,7 @@ static void route_compute_any(ggml_tensor * dst, const ggml_tensor * ids, const 
     choices.clear();
 
     route.experts.clear();
+    route.on_cpu.clear();
     route.streamed.clear();
     route.n_cached = 0;
     route.uses[HOBBIT_LOW] = route.uses[HOBBIT_HIGH] = false;
@@ -725,13 +732,18 @@ static void route_compute_any(ggml_tensor * dst, const ggml_tensor * ids, const 
         if (on_device) {
             thread_local std::vector<route_choice> missing;
             missing = choices;
-            hobbit_device_find(route, missing);
+            hobbit_device_find(route, missing, ids->ne[1]);
             route_place(route, missing, ids->ne[1]);
+            route_weights(route, choices, ids, weights, dst, dst->nb[1]);
+            hobbit_cooperate_start(route, ids, cur, dst);
             hobbit_device_fetch(route, ids->ne[1]);
         } else {
             route_place(route, choices, ids->ne[1]);
+            route.on_cpu.resize(route.experts.size());
+            std::iota(route.on_cpu.begin(), route.on_cpu.end(), 0);
         }
 
+        cur = route.predicts ? cur : nullptr;
         if (cur && ctx.model->governor.depth() > 0 && ids->ne[1] <= HOBBIT_ROWS_PREDICT_MAX) {
             route_prefetch(route, cur, (int) ids->ne[0]);
         }
@@ -759,18 +771,26 @@ static void route_compute_device(ggml_tensor * dst, int ith, int, void * userdat
     }
 }
 
-ggml_tensor * hobbit_build_route(hobbit_context * ctx, ggml_context * ctx0, ggml_tensor * w, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * cur) {
+ggml_tensor * hobbit_build_route(hobbit_context * ctx, ggml_context * ctx0, ggml_tensor * w, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * cur, bool routed) {
     const hobbit_managed * managed = (const hobbit_managed *) w->extra;
     hobbit_route * route = &ctx->routes[managed->weight->layer];
 
-    const bool predict = cur && ctx->model->routers && cur->type == GGML_TYPE_F32 && cur->ne[0] == ctx->model->routers->n_embd();
+    const bool predict = routed && ctx->model->routers && cur->type == GGML_TYPE_F32 && cur->ne[0] == ctx->model->routers->n_embd();
+    route->predicts = predict;
+    route->ffn      = nullptr;
+    route->ffns.erase(ids->ne[1]);
 
     ggml_tensor * args[] = { ids, weights, cur };
     if (hobbit_device_takes(*ctx->model, route->layer, ids->ne[1])) {
         // packing and unpacking run on the device: one copy down, one up
-        ggml_tensor * packed = hobbit_device_pack(ctx0, ids, weights, predict ? cur : nullptr);
-        ggml_tensor * node   = ggml_custom_4d(ctx0, GGML_TYPE_F32, ids->ne[0], ids->ne[1], 1 + HOBBIT_N_PRECISIONS, 1, &packed, 1, route_compute_device, 1, route);
-        return hobbit_device_unpack(*route, ctx0, ggml_cont(ctx0, node));
+        const bool    cooperates = ctx->cooperates && !hobbit_device_uses_stage(*ctx->model, route->layer, ids->ne[1]) && cur->type == GGML_TYPE_F32;
+        ggml_tensor * packed     = hobbit_device_pack(ctx0, ids, weights, predict || cooperates ? cur : nullptr);
+        ggml_tensor * node       = ggml_custom_4d(ctx0, GGML_TYPE_F32, ids->ne[0], ids->ne[1], 1 + HOBBIT_N_PRECISIONS, 1, &packed, 1, route_compute_device, 1, route);
+        ggml_tensor * out        = hobbit_device_unpack(*route, ctx0, ggml_cont(ctx0, node));
+        if (cooperates) {
+            hobbit_cooperate_begin(*route, node, ids, out, cur);
+        }
+        return out;
     }
     ggml_tensor * node = ggml_custom_4d(ctx0, GGML_TYPE_F32, 1, ids->ne[0], ids->ne[1], 1, args, predict ? 3 : 2, route_compute, 1, route);
     node->extra = route;
@@ -780,7 +800,9 @@ ggml_tensor * hobbit_build_route(hobbit_context * ctx, ggml_context * ctx0, ggml
 ggml_tensor * hobbit_attach_route(hobbit_context * ctx, ggml_context * ctx0, ggml_tensor * mul_mat_id, ggml_tensor * route) {
     if (route->op == GGML_OP_VIEW) {
         const hobbit_managed * managed = (const hobbit_managed *) mul_mat_id->src[0]->extra;
-        return hobbit_device_mul_mat_id(ctx->routes[managed->weight->layer], ctx0, *managed->weight, mul_mat_id);
+        hobbit_route & r = ctx->routes[managed->weight->layer];
+        ggml_tensor * on_device = hobbit_device_mul_mat_id(r, ctx0, *managed->weight, mul_mat_id);
+        return r.ffn ? hobbit_cooperate_attach(r, ctx0, mul_mat_id, on_device) : on_device;
     }
     mul_mat_id->src[3] = route;
     return mul_mat_id;
@@ -804,15 +826,18 @@ static int experts_begin(const ggml_cpu_experts * self, const ggml_tensor * op, 
     const hobbit_managed & managed = *(const hobbit_managed *) self;
     hobbit_route & route = route_of(op);
 
-    for (size_t i = 0; i < route.experts.size(); ++i) {
-        experts[i] = { route.experts[i].id, route.experts[i].precision };
+    bool streamed = false;
+    for (size_t i = 0; i < route.on_cpu.size(); ++i) {
+        const hobbit_step_expert & e = route.experts[route.on_cpu[i]];
+        experts[i] = { e.id, e.precision };
+        streamed   = streamed || route.on_cpu[i] >= route.n_cached;
     }
 
     route.n_threads = n_threads;
-    if (!route.streamed.empty()) {
+    if (streamed) {
         managed.model->stream.begin(route.layer, managed.weight->role);
     }
-    return (int) route.experts.size();
+    return (int) route.on_cpu.size();
 }
 
 static const void * experts_acquire(const ggml_cpu_experts * self, const ggml_tensor * op, int i, int ith) {
@@ -820,6 +845,7 @@ static const void * experts_acquire(const ggml_cpu_experts * self, const ggml_te
     hobbit_model & model = *managed.model;
     hobbit_route & route = route_of(op);
 
+    i = route.on_cpu[i];
     const hobbit_step_expert & e = route.experts[i];
 
     const int role = managed.weight->role;
@@ -845,6 +871,7 @@ static const void * experts_acquire(const ggml_cpu_experts * self, const ggml_te
 static void experts_release(const ggml_cpu_experts * self, const ggml_tensor * op, int i) {
     const hobbit_managed & managed = *(const hobbit_managed *) self;
     hobbit_route & route = route_of(op);
+    i = route.on_cpu[i];
     if (i < route.n_cached) {
         return; // pinned until the next route node
     }

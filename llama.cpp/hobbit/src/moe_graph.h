@@ -11,6 +11,7 @@
 #include "banks.h"
 #include "cache.h"
 #include "config.h"
+#include "cooperate.h"
 #include "device.h"
 #include "loader.h"
 #include "prefetch.h"
@@ -86,6 +87,10 @@ struct hobbit_model {
     std::unique_ptr<hobbit_trace>  trace;  // NULL: none; guarded by step_mutex. Outlives the loader, which reports to it
     std::unique_ptr<hobbit_loader> loader;
     hobbit_stream                  stream; // after the loader, which it needs to its end
+
+    std::unique_ptr<hobbit_cpu_worker> cpu; // NULL: what a device misses is loaded. Outlived by what its graphs ask: pools, loader, stream
+    hobbit_miss_costs                  miss_costs;     // guarded by step_mutex
+    std::string                        no_cooperation; // why some layer's misses are loaded all the same
 
     hobbit_device_set devices; // layers that are computed on an accelerator; pools are then the tier behind it
 
@@ -173,13 +178,22 @@ struct hobbit_route {
 
     std::vector<hobbit_stream_expert> streamed; // the pieces of experts[n_cached ..]
     int n_threads = 1;
+    std::vector<int> on_cpu; // indices into experts of those that MUL_MAT_ID on the CPU computes
 
+    bool  predicts     = false; // its input says what the next layers' routers would choose
     float share_chosen = 1.0f; // of the layer's experts, by the last large batch
 
     // if the layer is computed on a device: what its operations call each expert [n_expert], -1: not in this precision
     std::vector<int32_t> device_ids[HOBBIT_N_PRECISIONS];
     ggml_tensor *        device_ids_node[HOBBIT_N_PRECISIONS] = {}; // while the layer's graph is built
     uint64_t             device_copies = 0; // to the device that its experts need, see hobbit_device::n_copies
+
+    // cooperate.h: the layer's second graphs by number of rows, and the one that is being built, then the one that runs
+    std::map<int64_t, std::unique_ptr<hobbit_cpu_ffn>> ffns;
+    hobbit_cpu_ffn * ffn       = nullptr;
+    ggml_tensor *    node      = nullptr; // the route node, while the layer's graph is built
+    uint64_t         cpu_bytes = 0;       // of what runs
+    bool             cpu_ready = false;   // whether all of it was in memory
 };
 
 struct hobbit_context {
@@ -188,6 +202,10 @@ struct hobbit_context {
     std::map<int32_t, hobbit_records>      records;
     int                                    trace_id = 0; // of this context in the trace
     hobbit_selections                      selections;   // of the running layer, for the trace
+    bool                                   cooperates = false; // graphs that are built from now on have a part for the CPU
+    uint64_t                               graph_epoch = 0;
+    double                                 cpu_wanted  = 1.0;  // share of the last choices of `auto` that gave the CPU something to do
+    int32_t                                n_threads   = 1;    // of the CPU, for the running step
     std::vector<ggml_backend_t>            backends; // that compute the context's graphs
     std::vector<uint64_t>                  awaited;  // per device: copies that its computing has been made to wait for
 
@@ -202,6 +220,7 @@ struct hobbit_context {
     std::vector<const hobbit_records *>    step_records;
     std::vector<int32_t>                   step_seqs;  // whose they are
     std::vector<std::pair<int, int>>       pinned;     // (precision, slot)
+    std::vector<std::pair<int, int>>       moved;      // of them, those whose experts went to a device in the host's own memory
     std::vector<hobbit_device_pin>         device_pinned;
     std::vector<hobbit_device_predicted>   device_predicted;
     std::vector<hobbit_predicted>          predicted;
@@ -233,6 +252,12 @@ constexpr int64_t HOBBIT_ROWS_PREDICT_MAX = 8;
 
 // bytes of one expert in the file
 uint64_t hobbit_expert_bytes(const hobbit_layer & layer, int precision);
+
+// a message of the load or of the first step; level 0: information, 1: warning
+void hobbit_log(const hobbit_config & config, int level, const std::string & text);
+
+// whether every weight of the expert in a slot of the host is there
+bool hobbit_is_ready(hobbit_model & model, int layer, int precision, int slot);
 
 void hobbit_managed_init(hobbit_managed & managed, hobbit_model * model, hobbit_weight * weight);
 

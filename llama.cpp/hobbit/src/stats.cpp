@@ -32,6 +32,7 @@ static const struct { const char * name; uint64_t hobbit_counters::* member; con
     { "device_hits",      &hobbit_counters::device_hits,      "Hits in the memory of the device that computes the layer" },
     { "device_evictions", &hobbit_counters::device_evictions, "Experts that left a device's memory for another one" },
     { "upload_bytes",     &hobbit_counters::upload_bytes,     "Bytes of experts copied to devices" },
+    { "cpu_computed",     &hobbit_counters::cpu_computed,     "Experts that a device missed and the CPU computed instead" },
     { "ahead_issued",     &hobbit_counters::ahead_issued,     "Experts copied to devices ahead" },
     { "ahead_used",       &hobbit_counters::ahead_used,       "Experts copied to devices ahead that the router then chose" },
     { "stall_us",        &hobbit_counters::stall_us,        "Time in which the computation waited for expert bytes" },

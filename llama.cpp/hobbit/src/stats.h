@@ -38,6 +38,7 @@ struct hobbit_counters {
     uint64_t device_hits      = 0; // of the hits, those in the memory of the device that computes the layer
     uint64_t device_evictions = 0;
     uint64_t upload_bytes     = 0; // to that memory, ahead or not
+    uint64_t cpu_computed     = 0; // experts that it missed and the CPU computed instead
     uint64_t ahead_issued     = 0; // experts copied there ahead
     uint64_t ahead_used       = 0; // of them, those that the router then chose
     uint64_t stall_us         = 0; // the first compute thread waited for bytes
