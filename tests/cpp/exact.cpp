@@ -57,16 +57,22 @@ static void usage(FILE * out) {
         "  --prompt N            tokens of the prompt (default 64)\n"
         "  --generate N          greedy steps after it (default 16)\n"
         "  --sequences N         that many at once, each with its own prompt (default 1)\n"
+        "  --contexts N          that many of one model, which take turns (default 1)\n"
         "  --outputs WHICH       logits of all tokens of the prompt, or of the last one (default all)\n"
         "  --ubatch N[,N...]     one comparison for each (default 512)\n"
         "  --threads N           (default 2)\n"
         "  --flash-attn MODE     on, off or auto (default auto)\n"
+        "  --kv-type TYPE        of the KV cache, for both models (default f16)\n"
+        "  --no-kv-offload       the managed model keeps its KV cache in host memory\n"
         "  --seed N              of the token ids (default 1)\n"
         "  --cache SIZE          as --hobbit-cache, or P% of all expert bytes, or min: the smallest that the engine accepts\n"
         "  --hobbit NAME=VALUE   any other option of the engine; may be repeated\n"
         "  --sim N               run the managed model on N simulated accelerators\n"
         "  --ngl N               both models have N layers on the GPUs there are (default 0)\n"
         "  --device-cache SIZE   as --hobbit-device-cache, or P% of all expert bytes (default 100%)\n"
+        "  --tensor-split N,N..  shares of the managed model's layers on the accelerators\n"
+        "  --experts-on-cpu RE   the managed model has the tensors that RE names there, as -ot RE=CPU\n"
+        "  --resize SIZE         give the host's cache this size half-way through the greedy steps\n"
         "  --versus SIZE         compare with the same managed model under this cache (on the CPU), not with stock\n"
         "  --swap-experts FILE   instead: stock against a copy (FILE, deleted afterwards) with experts 0 and 1 exchanged;\n"
         "                        0 if that changes the logits, 1 if not\n"
@@ -81,10 +87,16 @@ struct options {
     int              prompt     = 64;
     int              generate   = 16;
     int              sequences  = 1;
+    int              contexts   = 1;
     bool             last_only  = false;
     std::vector<int> ubatches   = { 512 };
     int              threads    = 2;
     std::string      flash_attn = "auto";
+    ggml_type        kv_type    = GGML_TYPE_F16;
+    bool             kv_offload = true;
+    std::vector<int> tensor_split;
+    std::string      experts_on_cpu; // regular expression, "": none
+    std::string      resize;
     unsigned         seed       = 1;
     std::string      cache      = "min";
     int              sim        = 0;
@@ -133,6 +145,10 @@ static options parse(int argc, char ** argv) {
             o.repack = true;
             continue;
         }
+        if (name == "--no-kv-offload") {
+            o.kv_offload = false;
+            continue;
+        }
         if (name == "--verbose") {
             o.verbose = true;
             continue;
@@ -146,6 +162,20 @@ static options parse(int argc, char ** argv) {
         else if (name == "--prompt")          { o.prompt     = parse_int(value, 1); }
         else if (name == "--generate")        { o.generate   = parse_int(value, 0); }
         else if (name == "--sequences")       { o.sequences  = parse_int(value, 1); }
+        else if (name == "--contexts")        { o.contexts   = parse_int(value, 1); }
+        else if (name == "--tensor-split")    { o.tensor_split   = parse_list(value); }
+        else if (name == "--experts-on-cpu")  { o.experts_on_cpu = value; }
+        else if (name == "--resize")          { o.resize     = value; }
+        else if (name == "--kv-type") {
+            int type = 0;
+            while (type < GGML_TYPE_COUNT && value != ggml_type_name((ggml_type) type)) {
+                type++;
+            }
+            if (type == GGML_TYPE_COUNT) {
+                throw error("--kv-type: there is no type " + value);
+            }
+            o.kv_type = (ggml_type) type;
+        }
         else if (name == "--outputs") {
             if (value != "all" && value != "last") {
                 throw error("--outputs takes all or last, not '" + value + "'");
@@ -341,7 +371,7 @@ static void start_sim(int n) {
 }
 #endif
 
-static llama_model * load_with(const std::string & path, const llama_model_kv_override * overrides, bool on_sim) {
+static llama_model * load_with(const options & o, const std::string & path, const llama_model_kv_override * overrides, bool on_sim) {
     llama_model_params params = llama_model_default_params();
     params.load_mode       = LLAMA_LOAD_MODE_NONE;
     params.use_extra_bufts = use_repack; // repacked weights give other bits
@@ -353,12 +383,21 @@ static llama_model * load_with(const std::string & path, const llama_model_kv_ov
         params.devices      = sim_devices.data();
         params.n_gpu_layers = -1; // all
     }
+    std::vector<float> split(llama_max_devices(), 0.0f);
+    const llama_model_tensor_buft_override on_cpu[] = { { o.experts_on_cpu.c_str(), ggml_backend_cpu_buffer_type() }, { nullptr, nullptr } };
+    if (on_sim && !o.tensor_split.empty()) {
+        std::copy_n(o.tensor_split.begin(), std::min(o.tensor_split.size(), split.size()), split.begin());
+        params.tensor_split = split.data();
+    }
+    if (on_sim && !o.experts_on_cpu.empty()) {
+        params.tensor_buft_overrides = on_cpu;
+    }
     log_errors.clear();
     return llama_model_load_from_file(path.c_str(), params);
 }
 
-static model_ptr load_stock(const std::string & path) {
-    model_ptr model(load_with(path, nullptr, false), llama_model_free);
+static model_ptr load_stock(const options & o, const std::string & path) {
+    model_ptr model(load_with(o, path, nullptr, false), llama_model_free);
     if (!model) {
         throw error(path + ": stock does not load it: " + log_errors);
     }
@@ -393,7 +432,7 @@ static llama_model * try_managed(const options & o, const std::string & cache, b
     snprintf(overrides[0].key, sizeof(overrides[0].key), "%s", HOBBIT_CONFIG_KEY);
     overrides[0].tag     = LLAMA_KV_OVERRIDE_TYPE_INT;
     overrides[0].val_i64 = config;
-    return load_with(o.managed.empty() ? o.model : o.managed, overrides, on_sim);
+    return load_with(o, o.managed.empty() ? o.model : o.managed, overrides, on_sim);
 }
 
 // `resolved` gets the size that was asked for in the end
@@ -428,11 +467,51 @@ struct run_result {
     std::vector<llama_token> tokens; // what was fed
     std::vector<float>       logits; // a row for each that had to give one
     int                      n_sequences = 1;
+    int                      n_contexts  = 1;
     int                      n_prompt    = 0; // tokens of each
     int                      n_vocab     = 0;
     std::string              stats;  // JSON, if managed
     std::string              sim;    // JSON, if on simulated accelerators
+    std::string              placement; // JSON, if managed
 };
+
+// one batch: next, of every sequence, from pos on; appends tokens and logits, and leaves in next what comes after
+static void decode(const options & o, llama_context * ctx, llama_pos pos, std::vector<llama_token> & next, const run_result * follow, run_result & r) {
+    if (follow) {
+        const auto from = follow->tokens.begin() + r.tokens.size();
+        next.assign(from, from + next.size());
+    }
+    const int   n_each = (int) next.size()/o.sequences;
+    llama_batch batch  = llama_batch_init((int32_t) next.size(), 0, 1);
+    batch.n_tokens = (int32_t) next.size();
+    for (int i = 0; i < batch.n_tokens; ++i) {
+        batch.token   [i]    = next[i];
+        batch.pos     [i]    = pos + i % n_each;
+        batch.n_seq_id[i]    = 1;
+        batch.seq_id  [i][0] = i/n_each;
+        batch.logits  [i]    = !o.last_only || i % n_each == n_each - 1;
+        r.tokens.push_back(next[i]);
+    }
+    const int status = llama_decode(ctx, batch);
+    if (status != 0) {
+        throw error("llama_decode: " + std::to_string(status) + " " + log_errors);
+    }
+    next.clear();
+    for (int i = 0; i < batch.n_tokens; ++i) {
+        if (!batch.logits[i]) {
+            continue;
+        }
+        const float * row = llama_get_logits_ith(ctx, i);
+        if (!row) {
+            throw error("no logits at token " + std::to_string(r.tokens.size()));
+        }
+        r.logits.insert(r.logits.end(), row, row + r.n_vocab);
+        if (i % n_each == n_each - 1) {
+            next.push_back((llama_token) (std::max_element(row, row + r.n_vocab) - row));
+        }
+    }
+    llama_batch_free(batch);
+}
 
 // follow: the run whose tokens to feed; NULL: choose them
 static run_result run(const options & o, llama_model * model, int ubatch, const run_result * follow, bool managed) {
@@ -446,24 +525,34 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
     params.n_threads_batch = o.threads;
     params.flash_attn_type = o.flash_attn == "on"  ? LLAMA_FLASH_ATTN_TYPE_ENABLED  :
                              o.flash_attn == "off" ? LLAMA_FLASH_ATTN_TYPE_DISABLED : LLAMA_FLASH_ATTN_TYPE_AUTO;
-    context_ptr ctx(llama_init_from_model(model, params), llama_free);
-    if (!ctx) {
-        throw error("no context: " + log_errors);
+    params.type_k      = o.kv_type;
+    params.type_v      = o.kv_type;
+    params.offload_kqv = !managed || o.kv_offload;
+    std::vector<context_ptr> contexts;
+    for (int i = 0; i < o.contexts; ++i) {
+        contexts.emplace_back(llama_init_from_model(model, params), llama_free);
+        if (!contexts.back()) {
+            throw error("no context: " + log_errors);
+        }
     }
 
     run_result r;
     r.n_sequences = n_seq;
+    r.n_contexts  = o.contexts;
     r.n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
 
     // a model without memory sees one batch, whole, and nothing after it
-    const bool has_memory = llama_get_memory(ctx.get()) != nullptr;
+    const bool has_memory = llama_get_memory(contexts[0].get()) != nullptr;
     const int  n_generate = has_memory ? o.generate : 0;
     r.n_prompt            = has_memory ? o.prompt   : std::min(o.prompt, ubatch);
 
-    std::vector<llama_token> next(n_seq*r.n_prompt); // sequence after sequence
+    // by context, what it is fed next, sequence after sequence
+    std::vector<std::vector<llama_token>> nexts(o.contexts, std::vector<llama_token>(n_seq*r.n_prompt));
     std::mt19937 random(o.seed);
-    for (llama_token & token : next) {
-        token = (llama_token) (random() % r.n_vocab);
+    for (auto & next : nexts) {
+        for (llama_token & token : next) {
+            token = (llama_token) (random() % r.n_vocab);
+        }
     }
 #ifdef HAVE_SIM
     const int n_sim = managed ? (int) sim_devices.size() - 1 : 0;
@@ -473,41 +562,18 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
 #endif
     llama_pos pos = 0;
     for (int step = 0; step <= n_generate; ++step) {
-        if (follow) {
-            const auto from = follow->tokens.begin() + r.tokens.size();
-            next.assign(from, from + next.size());
-        }
-        const int   n_each = (int) next.size()/n_seq;
-        llama_batch batch  = llama_batch_init((int32_t) next.size(), 0, 1);
-        batch.n_tokens = (int32_t) next.size();
-        for (int i = 0; i < batch.n_tokens; ++i) {
-            batch.token   [i]    = next[i];
-            batch.pos     [i]    = pos + i % n_each;
-            batch.n_seq_id[i]    = 1;
-            batch.seq_id  [i][0] = i/n_each;
-            batch.logits  [i]    = !o.last_only || i % n_each == n_each - 1;
-            r.tokens.push_back(next[i]);
+        const int n_each = (int) nexts[0].size()/n_seq;
+        for (int i = 0; i < o.contexts; ++i) {
+            decode(o, contexts[i].get(), pos, nexts[i], follow, r);
         }
         pos += n_each;
-        const int status = llama_decode(ctx.get(), batch);
-        if (status != 0) {
-            throw error("llama_decode: " + std::to_string(status) + " " + log_errors);
+#ifdef HAVE_HOBBIT
+        char err[1024];
+        hobbit_context * hobbit = hobbit_from_llama(contexts[0].get());
+        if (hobbit && step == n_generate/2 && !o.resize.empty() && !hobbit_resize(hobbit, resolve(o, o.resize).c_str(), err, sizeof(err))) {
+            throw error(err);
         }
-        next.clear();
-        for (int i = 0; i < batch.n_tokens; ++i) {
-            if (!batch.logits[i]) {
-                continue;
-            }
-            const float * row = llama_get_logits_ith(ctx.get(), i);
-            if (!row) {
-                throw error("no logits at token " + std::to_string(r.tokens.size()));
-            }
-            r.logits.insert(r.logits.end(), row, row + r.n_vocab);
-            if (i % n_each == n_each - 1) {
-                next.push_back((llama_token) (std::max_element(row, row + r.n_vocab) - row));
-            }
-        }
-        llama_batch_free(batch);
+#endif
     }
 #ifdef HAVE_SIM
     for (int i = 0; i < n_sim; ++i) {
@@ -521,7 +587,7 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
     }
 #endif
 #ifdef HAVE_HOBBIT
-    hobbit_context * hobbit = hobbit_from_llama(ctx.get());
+    hobbit_context * hobbit = hobbit_from_llama(contexts[0].get());
     if (managed != (hobbit != nullptr)) {
         throw error(managed ? "the managed model runs as stock" : "the stock model is managed");
     }
@@ -530,6 +596,8 @@ static run_result run(const options & o, llama_model * model, int ubatch, const 
         text.resize(hobbit_stats_json(hobbit, &text[0], text.size()));
         text.erase(std::remove(text.begin(), text.end(), '\n'), text.end());
         r.stats = text;
+        r.placement.resize(hobbit_placement_json(hobbit, nullptr, 0) + 1);
+        r.placement.resize(hobbit_placement_json(hobbit, &r.placement[0], r.placement.size()));
     }
 #else
     (void) managed;
@@ -593,7 +661,7 @@ static std::string quote(const std::string & text) {
 static std::string to_json(const comparison & c, const run_result & a, const run_result & b, int ubatch) {
     std::ostringstream out;
     out << "{\"ubatch\": " << ubatch << ", \"equal\": " << (c.equal() ? "true" : "false")
-        << ", \"prompt\": " << a.n_prompt << ", \"generated\": " << (a.tokens.size() - a.n_prompt*a.n_sequences)/a.n_sequences
+        << ", \"prompt\": " << a.n_prompt << ", \"generated\": " << (a.tokens.size()/a.n_contexts - a.n_prompt*a.n_sequences)/a.n_sequences
         << ", \"logits\": " << a.logits.size() << ", \"different\": " << c.n_different
         << ", \"max_abs_diff\": " << c.max_abs_diff;
     if (c.n_different > 0) {
@@ -607,7 +675,7 @@ static std::string to_json(const comparison & c, const run_result & a, const run
         out << ", \"sim\": [" << b.sim << "]";
     }
     if (!b.stats.empty()) {
-        out << ", \"stats\": " << b.stats;
+        out << ", \"stats\": " << b.stats << ", \"placement\": " << b.placement;
     }
     out << "}";
     return out.str();
@@ -618,7 +686,7 @@ static void print_json(const options & o, const std::string & fields) {
 }
 
 static int dump_stock(const options & o) {
-    const model_ptr  model = load_stock(o.model);
+    const model_ptr  model = load_stock(o, o.model);
     const run_result r     = run(o, model.get(), o.ubatches[0], nullptr, false);
     std::ofstream    out(o.dump, std::ios::binary);
     out.write((const char *) r.logits.data(), r.logits.size()*sizeof(float));
@@ -638,8 +706,8 @@ static int compare_swapped(const options & o) {
     } remove_copy { o.swap_copy };
 
     const int        ubatch  = o.ubatches[0];
-    const run_result as_is   = run(o, load_stock(o.model    ).get(), ubatch, nullptr, false);
-    const run_result swapped = run(o, load_stock(o.swap_copy).get(), ubatch, &as_is,  false);
+    const run_result as_is   = run(o, load_stock(o, o.model    ).get(), ubatch, nullptr, false);
+    const run_result swapped = run(o, load_stock(o, o.swap_copy).get(), ubatch, &as_is,  false);
     const comparison c       = compare(as_is, swapped);
     print_json(o, "\"swapped\": " + to_json(c, as_is, swapped, ubatch));
     return c.n_different > 0 && c.meaningless.empty() ? EXIT_EQUAL : EXIT_DIFFERENT;
@@ -649,7 +717,7 @@ static int compare_swapped(const options & o) {
 static int compare_managed(const options & o) {
     std::string     cache;
     std::string     versus;
-    const model_ptr reference = o.versus.empty() ? load_stock(o.model) : load_managed(o, o.versus, false, versus);
+    const model_ptr reference = o.versus.empty() ? load_stock(o, o.model) : load_managed(o, o.versus, false, versus);
     const model_ptr managed   = load_managed(o, o.cache, true, cache);
 
     bool        equal = true;
