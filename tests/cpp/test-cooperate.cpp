@@ -55,22 +55,25 @@ static void the_faster_side_takes_more() {
     const hobbit_line slow = line(0.0, 0.010);
     const hobbit_line same = line(0.0, 0.001);
 
-    CHECK(hobbit_cpu_share(4, MIB, fast, slow, 0.0) == 4);
-    CHECK(hobbit_cpu_share(4, MIB, slow, fast, 0.0) == 0);
-    CHECK(hobbit_cpu_share(4, MIB, fast, same, 0.0) == 2);
-    CHECK(hobbit_cpu_share(4, MIB, fast, same, 0.1) == 4); // the link is busy
-    CHECK(hobbit_cpu_share(0, MIB, fast, same, 0.0) == 0);
+    CHECK((hobbit_miss_case { 4, MIB, fast, slow, 0.0, 0.0 }.best() == 4));
+    CHECK((hobbit_miss_case { 4, MIB, slow, fast, 0.0, 0.0 }.best() == 0));
+    CHECK((hobbit_miss_case { 4, MIB, fast, same, 0.0, 0.0 }.best() == 2));
+    CHECK((hobbit_miss_case { 4, MIB, fast, same, 0.1, 0.0 }.best() == 4)); // the link is busy
+    CHECK((hobbit_miss_case { 4, MIB, fast, same, 0.0, 0.1 }.best() == 4)); // copies would delay what takes longest
+    CHECK((hobbit_miss_case { 0, MIB, fast, same, 0.0, 0.0 }.best() == 0));
 }
 
 static void the_choice_is_never_worse_than_either() {
     for (double cpu_first : { 0.0, 0.003 }) {
         for (double link_each : { 0.0005, 0.001, 0.004 }) {
-            const hobbit_line cpu  = line(cpu_first, 0.001);
-            const hobbit_line link = line(0.0, link_each);
-            for (int n = 1; n <= 8; ++n) {
-                const int    k    = hobbit_cpu_share(n, MIB, cpu, link, 0.0);
-                const double both = std::fmax(k > 0 ? cpu.at(k*MIB) : 0.0, k < n ? link.at((n - k)*MIB) : 0.0);
-                CHECK(both <= cpu.at(n*MIB) && both <= link.at(n*MIB));
+            for (double device : { 0.0, 0.002 }) {
+                const hobbit_line cpu  = line(cpu_first, 0.001);
+                const hobbit_line link = line(0.0, link_each);
+                for (int n = 1; n <= 8; ++n) {
+                    const hobbit_miss_case misses = { n, MIB, cpu, link, 0.0, device };
+                    const double           time   = misses.time(misses.best());
+                    CHECK(time <= std::fmax(cpu.at(n*MIB), device) && time <= link.at(n*MIB) + device);
+                }
             }
         }
     }

@@ -48,27 +48,26 @@ double hobbit_line::at(double x) const {
     return slope < 0.0 || first < 0.0 ? x*y1/x1 : first + slope*x;
 }
 
-int hobbit_cpu_share(int n, uint64_t expert_bytes, const hobbit_line & cpu, const hobbit_line & link, double busy) {
-    int    best      = 0;
-    double best_time = 0.0;
-    for (int k = 0; k <= n; ++k) {
-        const double on_cpu  = k > 0 ? cpu.at((double) expert_bytes*k) : 0.0;
-        const double on_link = k < n ? busy + link.at((double) expert_bytes*(n - k)) : 0.0;
-        const double time    = std::max(on_cpu, on_link);
-        if (k == 0 || time < best_time) {
-            best      = k;
-            best_time = time;
-        }
+double hobbit_miss_case::time(int k) const {
+    const double on_cpu  = k > 0 ? cpu.at((double) expert_bytes*k) : 0.0;
+    const double on_link = k < n ? busy + link.at((double) expert_bytes*(n - k)) : 0.0;
+    return std::max(on_cpu, on_link + device);
+}
+
+int hobbit_miss_case::best() const {
+    int best = 0;
+    for (int k = 1; k <= n; ++k) {
+        best = time(k) < time(best) ? k : best;
     }
     return best;
 }
 
-hobbit_line & hobbit_miss_costs::cpu_of(int64_t n_rows) {
+hobbit_miss_costs::rows & hobbit_miss_costs::of(int64_t n_rows) {
     int i = 0;
     while (n_rows > 1 << i && i < 5) {
         i++;
     }
-    return cpu[i];
+    return by_rows[i];
 }
 
 //
@@ -231,10 +230,14 @@ static void join_compute(ggml_tensor * dst, int ith, int, void * userdata) {
         memset(dst->data, 0, ggml_nbytes(dst));
         return;
     }
+    hobbit_miss_costs::rows & costs = model.miss_costs.of(dst->ne[2]);
+    if (route.no_copies) { // llama.cpp's scheduler has waited for the device
+        costs.device.add(1.0, 1e-6*(ggml_time_us() - route.t_routed_us));
+    }
     model.cpu->wait();
     memcpy(dst->data, route.ffn->out->data, ggml_nbytes(dst));
     if (route.cpu_ready) {
-        model.miss_costs.cpu_of(dst->ne[2]).add((double) route.cpu_bytes, model.cpu->seconds());
+        costs.cpu.add((double) route.cpu_bytes, model.cpu->seconds());
     }
 }
 
@@ -281,8 +284,8 @@ ggml_tensor * hobbit_cooperate_attach(hobbit_route & route, ggml_context * ctx0,
 static int choose_n_cpu(hobbit_route & route, int64_t n_rows) {
     hobbit_model &       model = *route.ctx->model;
     const int            n     = (int) route.experts.size();
-    hobbit_miss_costs &  costs = model.miss_costs;
-    const hobbit_line &  cpu   = costs.cpu_of(n_rows);
+    hobbit_miss_costs &       costs   = model.miss_costs;
+    hobbit_miss_costs::rows & by_rows = costs.of(n_rows);
     if (model.config.miss == HOBBIT_MISS_CPU) {
         return n;
     }
@@ -291,29 +294,25 @@ static int choose_n_cpu(hobbit_route & route, int64_t n_rows) {
     if (!link.known()) {
         return 0;
     }
-    if (!cpu.known()) {
+    if (!by_rows.cpu.known()) {
         return n;
     }
     uint64_t bytes = 0;
     for (const hobbit_step_expert & e : route.experts) {
         bytes += hobbit_expert_bytes(model.store.layers[route.layer], e.precision);
     }
-    const uint64_t each = bytes/n;
-    const double   busy = hobbit_device_busy(device);
-    const auto     time = [&](int k) {
-        return std::max(k > 0 ? cpu.at((double) each*k) : 0.0, k < n ? busy + link.at((double) each*(n - k)) : 0.0);
-    };
+    const hobbit_miss_case misses = { n, bytes/n, by_rows.cpu, link, hobbit_device_busy(device), by_rows.device.at(1.0) };
     // experts that pass through the ring go one way
-    int n_cpu = route.n_cached == n ? hobbit_cpu_share(n, each, cpu, link, busy) : time(n) < time(0) ? n : 0;
+    int n_cpu = route.n_cached == n ? misses.best() : misses.time(n) < misses.time(0) ? n : 0;
 
     hobbit_context & ctx = *route.ctx;
     ctx.cpu_wanted += WANTED_STEP*((n_cpu > 0) - ctx.cpu_wanted);
 
     // what is never chosen is never measured again
-    const double best  = time(n_cpu);
+    const double best  = misses.time(n_cpu);
     const int    other = route.n_cached < n ? n_cpu : n_cpu == 0 ? 1 : n_cpu == n ? n - 1 : n_cpu;
     costs.spent += best;
-    if (other != n_cpu && TRIAL_SHARE*costs.spent > time(other) - best) {
+    if (other != n_cpu && TRIAL_SHARE*costs.spent > misses.time(other) - best) {
         costs.spent = 0;
         n_cpu = other;
     }

@@ -36,16 +36,28 @@ class hobbit_line {
     double n = 0, x1 = 0, y1 = 0, xx = 0, xy = 0; // decayed sums
 };
 
-// of n experts of some bytes each, how many the CPU computes so that CPU and link end soonest; busy: seconds for which the link
-// has other copies to do
-int hobbit_cpu_share(int n, uint64_t expert_bytes, const hobbit_line & cpu, const hobbit_line & link, double busy);
+// what a layer's misses take, in seconds
+struct hobbit_miss_case {
+    int                 n;            // experts, of some bytes each
+    uint64_t            expert_bytes;
+    const hobbit_line & cpu;          // by bytes
+    const hobbit_line & link;
+    double              busy;         // until the link has done other copies
+    double              device;       // that the device computes for, once the copies are there
+
+    double time(int k) const; // if the CPU computes k of them and the others are copied
+    int    best()      const; // the k that ends soonest
+};
 
 // seconds that the CPU and a device's link take, learnt; and when `auto` tries the one that it would not choose
 struct hobbit_miss_costs {
-    hobbit_line cpu[6]; // of the engine's graph, by bytes of its experts; for up to 1, 2, 4, .. 32 rows
+    struct rows {
+        hobbit_line cpu;    // of the engine's graph, by bytes of its experts
+        hobbit_line device; // of the device, from the route node to the join where no copies came between; at 1
+    } by_rows[6];           // up to 1, 2, 4, .. 32
 
     double spent = 0; // by choices of `auto` since the last trial
-    hobbit_line & cpu_of(int64_t n_rows);
+    rows & of(int64_t n_rows);
 };
 
 // a layer's second graph, for one number of rows

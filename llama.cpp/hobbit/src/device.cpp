@@ -645,7 +645,7 @@ static bool is_late(const hobbit_route & route, const hobbit_device & device, in
     if (ffn == route.ffns.end() || !ffn->second->out || device.unified || model.config.miss == HOBBIT_MISS_LOAD) {
         return false;
     }
-    const hobbit_line & cpu = model.miss_costs.cpu_of(n_rows);
+    const hobbit_line & cpu = model.miss_costs.of(n_rows).cpu;
     return model.config.miss == HOBBIT_MISS_CPU ||
            (cpu.known() && hobbit_device_busy(device) > cpu.at((double) hobbit_expert_bytes(model.store.layers[route.layer], precision)));
 }
@@ -874,7 +874,8 @@ void hobbit_device_fetch(hobbit_route & route, int64_t n_rows) {
             device.n_unmeasured = 0;
         }
     }
-    device.t_fetched_us = ggml_time_us();
+    device.t_fetched_us = route.t_routed_us = ggml_time_us();
+    route.no_copies     = count.upload_bytes == 0 && route.device_copies <= device.n_ended;
 
     if (failed) {
         ctx.failed.store(true, std::memory_order_relaxed);

@@ -194,6 +194,8 @@ struct hobbit_route {
     ggml_tensor *    node      = nullptr; // the route node, while the layer's graph is built
     uint64_t         cpu_bytes = 0;       // of what runs
     bool             cpu_ready = false;   // whether all of it was in memory
+    int64_t          t_routed_us = 0;     // when the route node was done with copies
+    bool             no_copies = false;   // that the device waits for
 };
 
 struct hobbit_context {
