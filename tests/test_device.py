@@ -7,10 +7,13 @@ holds NaN. A missing synchronisation is then a wrong logit.
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from conftest import BUILD, DIFFERENT, EQUAL, ROOT, Exact, RunExact, finish, program
+from conftest import BUILD, DIFFERENT, EQUAL, ROOT, Exact, RunExact, clean_environment, finish, program
 from test_archs import NO_MEMORY, folder, saved_model  # noqa: F401
 
 HIGH = ROOT / "models" / "tiny-moe" / "tiny-moe-F16.gguf"
@@ -147,6 +150,38 @@ def test_a_device_that_does_not_know_negative_ids_leaves_experts_to_the_cpu(exac
     assert result.code == EQUAL, result.differences()
     assert result.total("upload_bytes") == 0
     assert "SIM0 are computed on the CPU: the backend does not know MUL_MAT_ID with negative ids" in result.stderr
+
+
+def test_over_rpc_experts_stay_with_the_client() -> None:
+    """The rest of the model is computed by a server on loopback; slots there are refused, with the reason."""
+    if not (BUILD / "bin" / "ggml-rpc-server").is_file():
+        pytest.skip("built without GGML_RPC=ON, or without the target ggml-rpc-server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [program("ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(port)],
+        env=clean_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        ask = (program("llama-completion"), "-m", HIGH, "-no-cnv", "-p", "Hello", "-n", 16, "--temp", 0, "--no-repack")
+        over_rpc = ("--rpc", f"127.0.0.1:{port}", "-ngl", 99)
+        stock = finish(*ask, *over_rpc)
+        ours = finish(*ask, *over_rpc, "--hobbit-cache", "12MiB", "--hobbit-device-cache", "10MiB")
+    finally:
+        server.kill()
+        server.wait()
+    assert stock.returncode == 0 and ours.returncode == 0, stock.stderr + ours.stderr
+    assert ours.stdout == stock.stdout
+    assert "on RPC0 are computed on the CPU: the backend does not know MUL_MAT_ID with negative ids" in ours.stderr
 
 
 @pytest.mark.parametrize("miss", ["load", "cpu"])
