@@ -182,8 +182,8 @@ struct hobbit_stats_head {
     char     prefetch[256], warm_start[256];
 };
 HOBBIT_API const char * hobbit_counter_name(int i); // NULL beyond the last
-// counters[layer * number of counters + i]; resident[layer * n_expert + expert]: '0' absent, '1' low, '2' high, as of the last
-// step; either may be NULL
+// counters[layer * number of counters + i], then a row with the sums over layers; resident[layer * n_expert + expert]: '0' absent,
+// '1' low, '2' high; either may be NULL. Waits for no step, and costs a step nothing when nobody asks
 HOBBIT_API void hobbit_stats_read(struct hobbit_context * ctx, struct hobbit_stats_head * head, uint64_t * counters, char * resident);
 
 // a policy for experiments. What may be evicted to make room for an expert of a layer; arrays have n entries

@@ -48,8 +48,11 @@ void hobbit_records::use(size_t key, bool high, float weight) {
 //
 
 hobbit_pool::hobbit_pool(int n_layer, int n_expert, int n_slots, const hobbit_policy_params & params) :
-    n_layer(n_layer), n_expert(n_expert), params(params), slots(n_slots), slot_of((size_t) n_layer * n_expert, -1), in_layer(n_layer),
+    n_layer(n_layer), n_expert(n_expert), params(params), slots(n_slots), slot_of((size_t) n_layer * n_expert), in_layer(n_layer),
     random(params.seed) {
+    for (auto & slot : slot_of) {
+        slot.store(-1, std::memory_order_relaxed);
+    }
     const float w[] = { params.w_lru, params.w_lfu, params.w_lhu, params.w_fld };
     for (int i = 0; i < 4; ++i) {
         weight[i] = std::llround(w[i] * WEIGHT_UNIT);
@@ -297,6 +300,12 @@ int hobbit_pool::victim_heaps(int layer, const hobbit_records * records) {
     return slot;
 }
 
+void hobbit_pool::set_slot(int64_t key, int slot) {
+    const int before = slot_of[key].load(std::memory_order_relaxed);
+    slot_of[key].store(slot, std::memory_order_relaxed);
+    n_taken.store(n_used() + (slot >= 0) - (before >= 0), std::memory_order_relaxed);
+}
+
 int hobbit_pool::place(int layer, int expert, const hobbit_records * const * records, int n_records, bool evict, int64_t * evicted) {
     *evicted = -1;
 
@@ -310,7 +319,7 @@ int hobbit_pool::place(int layer, int expert, const hobbit_records * const * rec
             return -1;
         }
         *evicted = slots[slot].key;
-        slot_of[slots[slot].key] = -1;
+        set_slot(slots[slot].key, -1);
         in_layer[slots[slot].key / n_expert]--;
     } else {
         return -1;
@@ -320,7 +329,7 @@ int hobbit_pool::place(int layer, int expert, const hobbit_records * const * rec
     slots[slot].key    = (int64_t) key(layer, expert);
     slots[slot].pins   = 1;
     slots[slot].serial = ++serials;
-    slot_of[slots[slot].key] = slot;
+    set_slot(slots[slot].key, slot);
     in_layer[layer]++;
     touch(slot);
     return slot;
@@ -340,7 +349,7 @@ std::vector<int> hobbit_pool::by_last_touch() const {
 std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
     std::vector<int> stay = by_last_touch();
     while ((int) stay.size() > n_slots) {
-        slot_of[slots[stay.back()].key] = -1;
+        set_slot(slots[stay.back()].key, -1);
         in_layer[slots[stay.back()].key / n_expert]--;
         slots[stay.back()] = slot_info();
         stay.pop_back();
@@ -355,7 +364,7 @@ std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
             to++;
         }
         std::swap(slots[to], slots[from]);
-        slot_of[slots[to].key] = to;
+        set_slot(slots[to].key, to);
         moves.emplace_back(from, to);
     }
     slots.resize(n_slots);
@@ -371,7 +380,7 @@ std::vector<std::pair<int, int>> hobbit_pool::resize(int n_slots) {
 
 void hobbit_pool::drop(int slot) {
     if (slots[slot].key >= 0) {
-        slot_of[slots[slot].key] = -1;
+        set_slot(slots[slot].key, -1);
         in_layer[slots[slot].key / n_expert]--;
         slots[slot] = slot_info();
         free_slots.push_back(slot);

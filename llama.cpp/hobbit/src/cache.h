@@ -1,6 +1,7 @@
 // cache: which expert is resident in which slot, and which one goes when room is needed.
 //
-// Pure logic: no I/O, no memory, no ggml, no locks. A pool holds slots of one precision; a slot holds one whole expert.
+// Pure logic: no I/O, no memory, no ggml, no locks. One thread at a time may call a pool, except find() and n_used(): they may be
+// asked while another thread changes it. A pool holds slots of one precision; a slot holds one whole expert.
 // moe_graph asks find(), pins what the running step needs, and calls place() for what is missing; banks and loader then put
 // bytes where place() said. Pinned slots are never evicted. Records are per sequence (HOBBIT section 3.4) and belong to a
 // context; the caller passes those of the sequences in the running step. simulate drives the same pools from a trace.
@@ -15,6 +16,7 @@
 
 #include "precision.h"
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -76,7 +78,7 @@ class hobbit_pool {
   public:
     hobbit_pool(int n_layer, int n_expert, int n_slots, const hobbit_policy_params & params);
 
-    int find(int layer, int expert) const { return slot_of[key(layer, expert)]; } // -1: not resident
+    int find(int layer, int expert) const { return slot_of[key(layer, expert)].load(std::memory_order_relaxed); } // -1: not resident
 
     // a slot for (layer, expert), which must not be resident: a free one, else the unpinned slot with the lowest priority if
     // evict is true, else -1. The slot comes back pinned once. evicted: the key that had to go, or -1.
@@ -101,7 +103,7 @@ class hobbit_pool {
     int n_free_share(int layer) const { return (n_slots() - n_used() + n_layer - layer - 1) / (n_layer - layer); }
 
     int     n_slots()        const { return (int) slots.size(); }
-    int     n_used()         const { return (int) slots.size() - (int) free_slots.size(); }
+    int     n_used()         const { return n_taken.load(std::memory_order_relaxed); }
     int64_t key_at(int slot) const { return slots[slot].key; } // -1: empty
     int     pins  (int slot) const { return slots[slot].pins; }
     uint64_t stamp(int slot) const { return slots[slot].stamp; }
@@ -130,6 +132,7 @@ class hobbit_pool {
     using heap = std::vector<item>;
 
     size_t key(int layer, int expert) const { return (size_t) layer * n_expert + expert; }
+    void   set_slot(int64_t key, int slot); // -1: none any more
 
     // a score in three steps: the part that grows, what is the same for a group, what the slot alone has. Units of one sequence
     double   value_of(int64_t key, const hobbit_records * records) const;
@@ -153,7 +156,8 @@ class hobbit_pool {
     int64_t                weight[4];  // of Eq. 3, whole numbers: sums are exact, and equal scores are equal
     int64_t                low_cost;   // the same for LCU
     std::vector<slot_info> slots;
-    std::vector<int>       slot_of;    // key -> slot
+    std::vector<std::atomic<int>> slot_of; // key -> slot
+    std::atomic<int>       n_taken { 0 };  // keys with a slot
     std::vector<int>       free_slots; // a stack, lowest index on top
     std::vector<int>       in_layer;   // slots in use, by layer of what they hold
     uint64_t               clock   = 0;

@@ -646,10 +646,10 @@ bool hobbit_model_finish(hobbit_model * model, const gguf_context * meta, int32_
 static std::mutex                 contexts_mutex; // guards the list, not the contexts
 static std::set<hobbit_context *> contexts;
 
-// brings ctx.labels up to date; the model's step_mutex must be held
-static void refresh_labels(hobbit_context & ctx) {
-    const hobbit_model & model = *ctx.model;
-    hobbit_stats_labels labels = {};
+// brings model.labels up to date; step_mutex must be held
+static void refresh_labels(hobbit_model & model) {
+    std::lock_guard<std::mutex> lock(model.labels_mutex);
+    hobbit_stats_labels & labels = model.labels;
     labels.rule        = hobbit_rule_name(model.config.thresholds.rule);
     labels.policy      = model.custom_policy ? "custom" : hobbit_policy_name(model.config.policy.policy);
     labels.cache_bytes = model.bytes();
@@ -658,28 +658,46 @@ static void refresh_labels(hobbit_context & ctx) {
             model.no_prediction.empty() ? model.governor.reason().c_str() : model.no_prediction.c_str());
     for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
         labels.n_slots[p] = model.uses(p) ? model.pools[p].pool->n_slots() : 0;
-        labels.n_used [p] = model.uses(p) ? model.pools[p].pool->n_used()  : 0;
     }
-    for (int layer = 0; layer < model.store.n_layer(); ++layer) {
-        labels.blocks.push_back(model.store.layers[layer].block);
-        std::string digits(model.store.layers[layer].n_expert, '0');
-        for (size_t expert = 0; expert < digits.size(); ++expert) {
-            digits[expert] = (char) ('0' + model.resident(layer, (int) expert));
-        }
-        labels.resident.push_back(digits);
-    }
-    std::lock_guard<std::mutex> lock(ctx.stats_mutex);
-    ctx.labels = labels;
 }
 
-// a copy of both; fresh unless a step is running
-static std::pair<hobbit_stats, hobbit_stats_labels> snapshot(hobbit_context & ctx) {
-    if (ctx.model->step_mutex.try_lock()) {
-        refresh_labels(ctx);
-        ctx.model->step_mutex.unlock();
+// digits[n_expert]: what is resident of a layer, '0' absent, '1' low, '2' high; a step may be running
+static void resident_digits(const hobbit_model & model, int layer, char * digits) {
+    for (int expert = 0; expert < model.store.layers[layer].n_expert; ++expert) {
+        digits[expert] = (char) ('0' + model.resident(layer, expert));
     }
-    std::lock_guard<std::mutex> lock(ctx.stats_mutex);
-    return { ctx.stats, ctx.labels };
+}
+
+static int n_resident(const hobbit_model & model, int precision) {
+    return model.uses(precision) ? model.pools[precision].pool->n_used() : 0;
+}
+
+// what the caller's copy of model.labels lacks: it changes all the time, and is only looked up when somebody asks
+static void add_residency(const hobbit_model & model, hobbit_stats_labels & labels) {
+    for (int p = 0; p < HOBBIT_N_PRECISIONS; ++p) {
+        labels.n_used[p] = n_resident(model, p);
+    }
+    for (int layer = 0; layer < model.store.n_layer(); ++layer) {
+        std::string digits(model.store.layers[layer].n_expert, '0');
+        resident_digits(model, layer, &digits[0]);
+        labels.blocks.push_back(model.store.layers[layer].block);
+        labels.resident.push_back(digits);
+    }
+}
+
+// a copy of both; waits for no step
+static std::pair<hobbit_stats, hobbit_stats_labels> snapshot(hobbit_context & ctx) {
+    std::pair<hobbit_stats, hobbit_stats_labels> now;
+    {
+        std::lock_guard<std::mutex> lock(ctx.stats_mutex);
+        now.first = ctx.stats;
+    }
+    {
+        std::lock_guard<std::mutex> lock(ctx.model->labels_mutex);
+        now.second = ctx.model->labels;
+    }
+    add_residency(*ctx.model, now.second);
+    return now;
 }
 
 // written beside and renamed, so that a reader never sees half a file
@@ -731,9 +749,14 @@ void hobbit_report_all(void) {
     for (hobbit_context * ctx : contexts) {
         // a running step holds its lock to the end; the numbers of the steps before it do
         const bool idle = ctx->model->step_mutex.try_lock();
-        if (ctx->stats_mutex.try_lock()) {
-            report(*ctx, ctx->stats, ctx->labels, idle);
-            ctx->stats_mutex.unlock();
+        if (ctx->model->labels_mutex.try_lock()) {
+            hobbit_stats_labels labels = ctx->model->labels;
+            ctx->model->labels_mutex.unlock();
+            add_residency(*ctx->model, labels);
+            if (ctx->stats_mutex.try_lock()) {
+                report(*ctx, ctx->stats, labels, idle);
+                ctx->stats_mutex.unlock();
+            }
         }
         if (idle) {
             ctx->model->step_mutex.unlock();
@@ -799,7 +822,7 @@ hobbit_context * hobbit_context_new(hobbit_model * model) {
     ctx->stats.layers.resize(model->store.n_layer());
     {
         std::lock_guard<std::mutex> lock(model->step_mutex);
-        refresh_labels(*ctx);
+        refresh_labels(*model);
         ctx->trace_id = model->n_contexts++;
     }
 
@@ -1076,7 +1099,7 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
         (ctx->decode ? ctx->stats.decode_us     : ctx->stats.prompt_us)     += us;
         (ctx->decode ? ctx->stats.decode_disk_us : ctx->stats.prompt_disk_us) += (uint64_t) (1e6 * (model.loader->busy_seconds() - ctx->busy_seconds));
     }
-    refresh_labels(*ctx);
+    refresh_labels(model);
     model.step_mutex.unlock();
     return ok;
 }
@@ -1094,7 +1117,7 @@ bool hobbit_resize(hobbit_context * ctx, const char * cache, char * err, size_t 
     std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
     std::string why;
     const bool  ok = resize(*ctx->model, config, why);
-    refresh_labels(*ctx);
+    refresh_labels(*ctx->model);
     return ok || hobbit_fail(err, err_size, why);
 }
 
@@ -1172,7 +1195,7 @@ void hobbit_set_policy(hobbit_context * ctx, hobbit_choose choose, void * user) 
             };
         }
     }
-    refresh_labels(*ctx);
+    refresh_labels(model);
 }
 
 size_t hobbit_resident(hobbit_context * ctx, int8_t * out, size_t n) {
@@ -1222,7 +1245,7 @@ size_t hobbit_placement_json(hobbit_context * ctx, char * buf, size_t buf_size) 
             config.deterministic ? "true" : "false", model.custom_policy ? "custom" : hobbit_policy_name(config.policy.policy));
     text += hobbit_format("\"cache_bytes\": %zu, \"sizing\": %s, \"ring_places\": %d, \"ring_place_bytes\": %zu, \"io_threads\": %d, \"io\": %s, ",
             model.bytes(), hobbit_quoted(model.sizing).c_str(), model.n_ring, model.ring_bytes(), config.io_threads, hobbit_quoted(model.io).c_str());
-    text += hobbit_format("\"prefetch\": %s, \"miss\": \"%s\", \"devices\": %s, \"pools\": [", hobbit_quoted(ctx->labels.prefetch).c_str(),
+    text += hobbit_format("\"prefetch\": %s, \"miss\": \"%s\", \"devices\": %s, \"pools\": [", hobbit_quoted(model.labels.prefetch).c_str(),
             hobbit_miss_name(config.miss), model.devices.json().c_str());
     const char * sep = "";
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
@@ -1256,47 +1279,49 @@ const char * hobbit_counter_name(int i) {
 }
 
 void hobbit_stats_read(hobbit_context * ctx, hobbit_stats_head * head, uint64_t * counters, char * resident) {
-    if (ctx->model->step_mutex.try_lock()) {
-        refresh_labels(*ctx);
-        ctx->model->step_mutex.unlock();
-    }
-    std::lock_guard<std::mutex> lock(ctx->stats_mutex);
-    const hobbit_stats &        s = ctx->stats;
-    const hobbit_stats_labels & l = ctx->labels;
-
-    head->prompt_tokens = s.prompt_tokens;
-    head->prompt_us     = s.prompt_us;
-    head->decode_tokens = s.decode_tokens;
-    head->decode_us     = s.decode_us;
-    head->steps         = s.steps;
-    head->failed_steps  = s.failed_steps;
-    head->prompt_stall_us = s.prompt_stall_us;
-    head->decode_stall_us = s.decode_stall_us;
-    head->prompt_disk_us  = s.prompt_disk_us;
-    head->decode_disk_us  = s.decode_disk_us;
-    head->expected_wasted_bytes = s.expected_wasted_bytes;
-    const hobbit_counters total = s.total();
-    head->lookups       = total.lookups;
-    head->hits          = total.hits;
-    head->read_bytes    = total.read_bytes_high + total.read_bytes_low + total.prefetch_bytes;
-    head->stall_us      = total.stall_us;
-    head->cache_bytes   = l.cache_bytes;
-    head->slots_high    = l.n_slots[HOBBIT_HIGH];
-    head->slots_low     = l.n_slots[HOBBIT_LOW];
-    head->resident_high = l.n_used[HOBBIT_HIGH];
-    head->resident_low  = l.n_used[HOBBIT_LOW];
-    snprintf(head->prefetch, sizeof(head->prefetch), "%s", l.prefetch.c_str());
-    snprintf(head->warm_start, sizeof(head->warm_start), "%s", l.warm.c_str());
-
-    for (size_t layer = 0; layer < s.layers.size(); ++layer) {
+    const hobbit_model & model = *ctx->model;
+    {
+        std::lock_guard<std::mutex> lock(ctx->stats_mutex);
+        const hobbit_stats & s = ctx->stats;
+        head->prompt_tokens = s.prompt_tokens;
+        head->prompt_us     = s.prompt_us;
+        head->decode_tokens = s.decode_tokens;
+        head->decode_us     = s.decode_us;
+        head->steps         = s.steps;
+        head->failed_steps  = s.failed_steps;
+        head->prompt_stall_us = s.prompt_stall_us;
+        head->decode_stall_us = s.decode_stall_us;
+        head->prompt_disk_us  = s.prompt_disk_us;
+        head->decode_disk_us  = s.decode_disk_us;
+        head->expected_wasted_bytes = s.expected_wasted_bytes;
+        const hobbit_counters total = s.total();
+        head->lookups    = total.lookups;
+        head->hits       = total.hits;
+        head->read_bytes = total.read_bytes_high + total.read_bytes_low + total.prefetch_bytes;
+        head->stall_us   = total.stall_us;
         if (counters) {
-            counters = hobbit_counters_copy(s.layers[layer], counters);
+            for (const hobbit_counters & layer : s.layers) {
+                counters = hobbit_counters_copy(layer, counters);
+            }
+            hobbit_counters_copy(total, counters);
         }
-        if (resident) {
-            // layers may have fewer experts than the largest
-            const std::string & digits = l.resident[layer];
-            memset(resident + layer * ctx->model->store.n_expert(), '0', ctx->model->store.n_expert());
-            memcpy(resident + layer * ctx->model->store.n_expert(), digits.data(), digits.size());
+    }
+    {
+        std::lock_guard<std::mutex> lock(ctx->model->labels_mutex);
+        const hobbit_stats_labels & l = model.labels;
+        head->cache_bytes = l.cache_bytes;
+        head->slots_high  = l.n_slots[HOBBIT_HIGH];
+        head->slots_low   = l.n_slots[HOBBIT_LOW];
+        snprintf(head->prefetch,   sizeof(head->prefetch),   "%s", l.prefetch.c_str());
+        snprintf(head->warm_start, sizeof(head->warm_start), "%s", l.warm.c_str());
+    }
+    head->resident_high = n_resident(model, HOBBIT_HIGH);
+    head->resident_low  = n_resident(model, HOBBIT_LOW);
+    if (resident) {
+        // layers may have fewer experts than the largest
+        memset(resident, '0', model.n_keys());
+        for (int layer = 0; layer < model.store.n_layer(); ++layer) {
+            resident_digits(model, layer, resident + (size_t) layer * model.store.n_expert());
         }
     }
 }

@@ -102,9 +102,13 @@ struct hobbit_model {
     // held for the length of a step: steps of one model never overlap, which is what makes pins and ring simple
     std::mutex step_mutex;
 
+    // for readers on other threads, who must not wait for a step; written while step_mutex is held
+    std::mutex          labels_mutex;
+    hobbit_stats_labels labels; // without n_used, blocks and resident, which a reader adds
+
     size_t n_keys() const { return (size_t) store.n_layer() * store.n_expert(); }
     bool   uses(int precision) const { return pools[precision].pool != nullptr; }
-    // the best copy of an expert that has a slot
+    // the best copy of an expert that has a slot; any thread may ask
     hobbit_precision resident(int layer, int expert) const;
     // where the place for role's weights in a slot begins
     size_t role_offset(int layer, int precision, int role) const;
@@ -241,7 +245,6 @@ struct hobbit_context {
     // for readers on other threads, who must not wait for a step
     std::mutex          stats_mutex;
     hobbit_stats        stats;
-    hobbit_stats_labels labels; // as of the last step or resize
     std::atomic<bool>   stats_were_reset { false }; // since the last step; for the trace
     std::map<int32_t, hobbit_sequence_stats> sequence_stats;
 };

@@ -77,11 +77,11 @@ struct hobbit_stats {
 struct hobbit_stats_labels {
     std::string          rule;
     std::string          policy;
-    uint64_t             cache_bytes;
+    uint64_t             cache_bytes = 0;
     std::string          warm;       // of a warm start: what came of it, "" if none was asked for
     std::string          prefetch;   // depth in effect and why
-    int                  n_slots[2]; // low, high
-    int                  n_used [2];
+    int                  n_slots[2] = {}; // low, high
+    int                  n_used [2] = {};
     std::vector<int32_t> blocks;     // layer -> N in blk.N
     std::vector<std::string> resident; // layer -> a digit per expert: 0 absent, 1 low, 2 high
 };
