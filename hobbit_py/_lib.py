@@ -146,7 +146,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "hobbit_stats_reset": ([_ctx], None),
     "hobbit_stats_json": ([_ctx, _text, _size], _size),
     "hobbit_counter_name": ([ctypes.c_int], _text),
-    "hobbit_stats_read": ([_ctx, ctypes.POINTER(StatsHead), ctypes.c_void_p, ctypes.c_void_p], None),
+    "hobbit_stats_read": ([_ctx, _ctx, _ctx, _ctx], None),
     "hobbit_placement_json": ([_ctx, _text, _size], _size),
     "hobbit_trace_start": ([_ctx, _text, _text, _size], ctypes.c_bool),
     "hobbit_trace_stop": ([_ctx, _text, _size], ctypes.c_bool),

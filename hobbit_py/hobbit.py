@@ -12,6 +12,7 @@ import difflib
 import inspect
 import json
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from typing_extensions import Self
 
 from hobbit_py import _lib
 from hobbit_py.receipt import Receipt, curve_of
-from hobbit_py.stats import CacheStats, Placement, Raw
+from hobbit_py.stats import CacheStats, Placement, RawLayout
 
 from llama_cpp import Llama as Llama  # isort: skip - after _lib, which decides what it loads
 
@@ -177,6 +178,7 @@ class Hobbit(Llama):
         """Frees context, model and cache; a second call does nothing."""
         if hasattr(self, "_stack"):  # false if __init__ refused an option
             with self._engine_lock:
+                self._stats_reader = None
                 super().close()
 
     def __enter__(self) -> Self:
@@ -235,13 +237,16 @@ class Hobbit(Llama):
     def _engine(self) -> Iterator[int]:
         """The C context, for one call."""
         with self._engine_lock:
-            llama = getattr(getattr(self, "_ctx", None), "ctx", None)
-            if llama is None:
-                raise ValueError("the model is closed")
-            ctx = _lib.lib.hobbit_from_llama(llama)
-            if ctx is None:
-                raise ValueError("the model has no experts in memory: it was loaded with vocab_only=True")
-            yield ctx
+            yield self._engine_context()
+
+    def _engine_context(self) -> int:
+        llama = getattr(getattr(self, "_ctx", None), "ctx", None)
+        if llama is None:
+            raise ValueError("the model is closed")
+        ctx: int | None = _lib.lib.hobbit_from_llama(llama)
+        if ctx is None:
+            raise ValueError("the model has no experts in memory: it was loaded with vocab_only=True")
+        return ctx
 
     @property
     def placement(self) -> Placement:
@@ -258,10 +263,10 @@ class Hobbit(Llama):
 
     def cache_stats(self) -> CacheStats:
         """Counters since the load or `reset_stats()`. Any thread may ask, during a generation too."""
-        with self._engine() as ctx:
+        with self._engine_lock:
             if self._stats_reader is None:
-                self._stats_reader = _StatsReader(ctx)
-            return self._stats_reader.read(ctx)
+                self._stats_reader = _StatsReader(self._engine_context())
+            return self._stats_reader.read()
 
     def reset_stats(self) -> None:
         """Sets all counters to 0; what is resident stays."""
@@ -450,37 +455,46 @@ def _candidates(raw: Any) -> Candidates:
 
 
 class _StatsReader:
-    """Statistics as numbers instead of JSON, for who reads a hundred times a second.
+    """Statistics as numbers instead of JSON, for who reads a hundred times a second: one call, one copy.
 
     What does not change between two readings is taken from the JSON once.
     """
 
     def __init__(self, ctx: int) -> None:
-        json_stats = CacheStats.from_json(_lib.read_text(_lib.lib.hobbit_stats_json, ctx))
-        assert json_stats.resident is not None
-        self._fixed = {name: getattr(json_stats, name) for name in ("version", "precision", "policy")}
-        self._blocks = tuple(layer.block for layer in json_stats.layers)
-        self._widths = tuple(len(digits) for digits in json_stats.resident)
-        self._head = _lib.StatsHead()
-        self._counters = np.zeros((len(self._blocks), len(_lib.COUNTER_NAMES)), dtype=np.uint64)
-        self._resident = ctypes.create_string_buffer(len(self._blocks) * max(self._widths))
-        self._into = (ctypes.byref(self._head), self._counters.ctypes.data, ctypes.addressof(self._resident))
+        first = CacheStats.from_json(_lib.read_text(_lib.lib.hobbit_stats_json, ctx))
+        assert first.resident is not None
+        self._layout = RawLayout(
+            _HEAD,
+            ctypes.sizeof(_lib.StatsHead),
+            _lib.COUNTER_NAMES,
+            [layer.block for layer in first.layers],
+            [len(digits) for digits in first.resident],
+            {name: getattr(first, name) for name in ("version", "precision", "policy")},
+        )
+        self._buffer = ctypes.create_string_buffer(self._layout.size)
+        begin = ctypes.addressof(self._buffer)
+        places = (ctx, begin, begin + self._layout.counters_at, begin + self._layout.resident_at)
+        self._arguments = tuple(map(ctypes.c_void_p, places))  # ready made, or ctypes makes them for each call
 
-    def read(self, ctx: int) -> CacheStats:
-        _lib.lib.hobbit_stats_read(ctx, *self._into)
-        head = self._head
-        plain = {name: getattr(head, name) for name in _HEAD_FIELDS}
-        plain |= self._fixed
-        for name in _HEAD_TEXTS:
-            plain[name] = getattr(head, name).decode("utf-8", errors="replace")
-        raw = Raw(_lib.COUNTER_NAMES, self._blocks, self._widths, self._counters.copy(), self._resident.raw)
-        return CacheStats.from_raw(plain, raw)
+    def read(self) -> CacheStats:
+        _lib.lib.hobbit_stats_read(*self._arguments)
+        return CacheStats.from_raw(self._layout, self._buffer.raw)
 
 
-_HEAD_TEXTS = ("prefetch", "warm_start")
-_HEAD_FIELDS = tuple(
-    f.name for f in dataclasses.fields(CacheStats) if hasattr(_lib.StatsHead, f.name) and f.name not in _HEAD_TEXTS
-)
+def _head_fields() -> dict[str, tuple[struct.Struct, int]]:
+    """Type and place of the fields of `hobbit_stats_head` that `CacheStats` has too."""
+    wanted = {f.name for f in dataclasses.fields(CacheStats)}
+    codes: dict[Any, str] = {ctypes.c_uint64: "Q", ctypes.c_int32: "i"}
+    found: dict[str, tuple[struct.Struct, int]] = {}
+    fields: Any = _lib.StatsHead._fields_
+    for name, kind in fields:
+        place = getattr(_lib.StatsHead, name)
+        if name in wanted:
+            found[name] = struct.Struct("@" + codes.get(kind, f"{place.size}s")), place.offset
+    return found
+
+
+_HEAD = _head_fields()
 
 
 class StatsDelta:

@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 VERSION = 1  # of the JSON
 
@@ -30,13 +31,46 @@ def _known(cls: type, data: Mapping[str, Any]) -> Mapping[str, Any]:
     return data if data.keys() <= names else {name: value for name, value in data.items() if name in names}
 
 
+class _FromRaw:
+    """A frozen dataclass that may be made from memory which the engine wrote. A field is taken from there when somebody
+    looks at it: who reads a hundred times a second looks at few. `_strip` removes the defaults from the class, so that
+    `__getattr__` is asked."""
+
+    @classmethod
+    def _strip(cls) -> None:
+        for name in [f.name for f in dataclasses.fields(cast(Any, cls)) if f.name in cls.__dict__]:
+            delattr(cls, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(cast(Any, self))}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raw = self.__dict__.get("_raw")
+            if raw is None or name not in _field_names(type(self)):
+                raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+            value = self.__dict__[name] = raw(name)
+            return value
+
+
+_C = TypeVar("_C", bound=_FromRaw)
+
+
+def _lazy(cls: type[_C], raw: Callable[[str], Any], **fields: Any) -> _C:
+    """An object of the class whose other fields are what `raw` says of their names."""
+    made = cls.__new__(cls)
+    made.__dict__.update(fields, _raw=raw)
+    return made
+
+
 def ratio(part: float, whole: float) -> float:
     """part / whole, and 0 where nothing was counted."""
     return part / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
-class Counters:
+class Counters(_FromRaw):
     """Events of one layer, or of all. A lookup is one expert of one layer in one step, whatever the precision."""
 
     lookups: int = 0
@@ -108,33 +142,63 @@ class LayerStats(Counters):
     block: int = -1  # number of the block in the model, as in tensor names
 
 
+_U64 = struct.Struct("@Q")
+
+
+class RawLayout:
+    """How the engine writes a reading of `hobbit_stats_read` into one piece of memory.
+
+    A head, rows of counters (one per layer and their sum), a digit per layer and expert.
+    """
+
+    def __init__(
+        self,
+        head: Mapping[str, tuple[struct.Struct, int]],
+        head_size: int,
+        counters: Sequence[str],
+        blocks: Sequence[int],
+        widths: Sequence[int],
+        fixed: Mapping[str, Any],
+    ) -> None:
+        self.head = head  # type and place of the fields in it
+        self.counter_at = {name: i * _U64.size for i, name in enumerate(counters)}  # in a row
+        self.blocks = tuple(blocks)
+        self.widths = tuple(widths)  # experts of each layer
+        self.fixed = dict(fixed)  # fields that no reading changes
+        self.row_size = len(counters) * _U64.size
+        self.counters_at = head_size
+        self.total_at = head_size + len(self.blocks) * self.row_size
+        self.resident_at = self.total_at + self.row_size
+        self.size = self.resident_at + len(self.blocks) * max(self.widths)
+
+    def field(self, data: bytes, name: str) -> Any:
+        """A field of `CacheStats`."""
+        if name in self.head:
+            kind, at = self.head[name]
+            value = kind.unpack_from(data, at)[0]
+            return value[: value.index(0)].decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+        if name == "total":
+            return self._counters(Counters, data, self.total_at)
+        if name == "layers":
+            starts = range(self.counters_at, self.total_at, self.row_size)
+            return tuple(
+                self._counters(LayerStats, data, at, block=block) for at, block in zip(starts, self.blocks, strict=True)
+            )
+        if name == "resident":
+            text, width = data[self.resident_at :].decode(), max(self.widths)
+            return tuple(text[i * width : i * width + n] for i, n in enumerate(self.widths))
+        return self.fixed[name]
+
+    def _counters(self, cls: type[_C], data: bytes, at: int, **more: int) -> _C:
+        def counter(name: str) -> int:
+            i = self.counter_at.get(name)
+            return 0 if i is None else int(_U64.unpack_from(data, at + i)[0])
+
+        return _lazy(cls, counter, **more)
+
+
 @dataclass(frozen=True)
-class Raw:
-    """Numbers as the engine wrote them, for statistics that are taken apart only when somebody looks."""
-
-    names: tuple[str, ...]  # of the counters
-    blocks: tuple[int, ...]
-    widths: tuple[int, ...]  # experts of each layer
-    counters: Any  # numpy [layer, counter]
-    resident: bytes  # [layer, largest width], digits
-
-    def total(self) -> Counters:
-        sums = dict(zip(self.names, self.counters.sum(axis=0).tolist(), strict=True))
-        return Counters(**_known(Counters, sums))
-
-    def layers(self) -> tuple[LayerStats, ...]:
-        rows = (dict(zip(self.names, row, strict=True)) for row in self.counters.tolist())
-        return tuple(
-            LayerStats(block=block, **_known(LayerStats, row)) for block, row in zip(self.blocks, rows, strict=True)
-        )
-
-    def digits(self) -> tuple[str, ...]:
-        text, width = self.resident.decode(), max(self.widths)
-        return tuple(text[i * width : i * width + n] for i, n in enumerate(self.widths))
-
-
-@dataclass(frozen=True)
-class CacheStats:
+class CacheStats(_FromRaw):
     """The expert cache since the model was loaded, or since `reset_stats()`.
 
     `total` is the sum of `layers`. Fields up to `resident_low` say how things stand, the others count.
@@ -162,25 +226,13 @@ class CacheStats:
     steps: int = 0
     failed_steps: int = 0
     total: Counters = field(default_factory=Counters)
-    # no value in the class for these three, so that __getattr__ is asked for them
-    layers: tuple[LayerStats, ...] = field(default_factory=tuple)
-    # per layer, a digit per expert: 0 absent, 1 low, 2 high
-    resident: tuple[str, ...] | None = field(default_factory=lambda: None)
-
-    def __getattr__(self, name: str) -> Any:
-        raw = self.__dict__.get("_raw")
-        if raw is None or name not in ("total", "layers", "resident"):
-            raise AttributeError(f"'CacheStats' has no attribute '{name}'")
-        value = raw.digits() if name == "resident" else getattr(raw, name)()
-        self.__dict__[name] = value
-        return value
+    layers: tuple[LayerStats, ...] = ()
+    resident: tuple[str, ...] | None = None  # per layer, a digit per expert: 0 absent, 1 low, 2 high
 
     @classmethod
-    def from_raw(cls, plain: dict[str, Any], raw: Raw) -> CacheStats:
-        """From values for all fields but `total`, `layers` and `resident`, which come from `raw` when asked for."""
-        stats = cls.__new__(cls)
-        stats.__dict__.update(plain, _raw=raw)
-        return stats
+    def from_raw(cls, layout: RawLayout, data: bytes) -> CacheStats:
+        """From what the engine wrote; fields are taken apart when somebody looks at them."""
+        return _lazy(cls, functools.partial(layout.field, data))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CacheStats:
@@ -267,6 +319,9 @@ class CacheStats:
             **cast(Any, less(self, earlier, _COUNTED)),
         )
 
+
+for _class in (Counters, LayerStats, CacheStats):
+    _class._strip()
 
 _COUNTED = (
     *("prompt_tokens", "prompt_us", "decode_tokens", "decode_us", "steps", "failed_steps"),

@@ -77,6 +77,19 @@ class Route:
     acted_on: bool = True
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What each ubatch did, counted as statistics count it. Arrays have an entry per ubatch."""
+
+    tokens: Array
+    prompt: Array  # bool: more than one token of a sequence
+    lookups: Array
+    hits: Array
+    selected: Array  # [step, 3]: (token, expert) pairs skipped, low, high
+    read_bytes: Array  # [step, 3]: on demand low, on demand high, ahead
+    chosen: Array  # [layer, expert]: tokens that the router sent there, in all steps
+
+
 class Trace:
     """A trace in memory.
 
@@ -187,6 +200,48 @@ class Trace:
                 to=int(head["expert"]) if head["type"] == PREDICT else -1,
                 acted_on=bool(head["type"] == ROUTE or head["precision"]),
             )
+
+    def steps(self) -> Steps:
+        """What each ubatch did. A read ahead counts where it was issued, with the bytes that it came to."""
+        kinds = self.heads["type"]
+        step_of = np.cumsum(kinds == STEP) - 1
+        n = int((kinds == STEP).sum())
+        tokens, prompt = np.zeros(n, int), np.zeros(n, bool)
+        for step, at in enumerate(self.heads["offset"][kinds == STEP].tolist()):
+            (tokens[step],) = struct.unpack_from("<i", self.data, at)
+            sequences = np.frombuffer(self.data, "<i4", tokens[step], at + 8)
+            prompt[step] = len(np.unique(sequences)) < tokens[step]
+
+        lookups, skips, selected = np.zeros(n, int), np.zeros(n, int), np.zeros((n, 3), int)
+        chosen = np.zeros((len(self.layers), int(self.settings["n_expert"])), int)
+        for route in self.routes():
+            ids, given = route.ids.ravel(), route.given.ravel()
+            best = np.full(chosen.shape[1], -1)
+            np.maximum.at(best, ids, given)
+            lookups[route.step] += (best >= 0).sum()
+            skips[route.step] += (best == SKIP).sum()
+            selected[route.step] += np.bincount(given, minlength=3)
+            chosen[route.layer] += np.bincount(ids, minlength=chosen.shape[1])
+
+        in_steps = step_of >= 0
+        on_demand = in_steps & np.isin(kinds, (DEMAND, STREAM))
+        misses = np.bincount(step_of[on_demand], minlength=n)
+        read = np.zeros((n, 3))
+        np.add.at(read, (step_of[on_demand], self.heads["precision"][on_demand]), self.heads["bytes"][on_demand])
+        issued: dict[tuple[int, int, int], int] = {}  # bytes
+        cancelled: dict[tuple[int, int, int], int] = {}  # of them, those that were read
+        for i in np.flatnonzero(in_steps & np.isin(kinds, (PREFETCH, CANCEL, END))):
+            head = self.heads[i]
+            key, n_bytes = (int(head["layer"]), int(head["expert"]), int(head["precision"])), int(head["bytes"])
+            if head["type"] == PREFETCH:
+                issued[key] = n_bytes
+            elif head["type"] == CANCEL:  # an expert that was predicted twice is cancelled twice
+                cancelled[key] = max(n_bytes, cancelled.get(key, 0))
+            else:
+                read[step_of[i], 2] += sum(cancelled.get(key, whole) for key, whole in issued.items())
+                issued.clear()
+                cancelled.clear()
+        return Steps(tokens, prompt, lookups, lookups - skips - misses, selected, read, chosen)
 
     def json_lines(self) -> Iterator[str]:
         """Selections as `gguf-tools plan --trace` takes them: one line per token and layer."""

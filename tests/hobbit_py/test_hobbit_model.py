@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hobbit_models import COMMON, LARGE, PROMPT, SMALL, greedy, high, hobbit, logits, low, run_python, stock
 
-from hobbit_py import Candidates, ExpertReadError, Hobbit, _lib
+from hobbit_py import CacheStats, Candidates, ExpertReadError, Hobbit, _lib
 from hobbit_py.trace import Trace
 
 
@@ -132,7 +132,10 @@ def test_statistics_are_all_that_the_engine_counts() -> None:
         greedy(model)
         with model._engine() as ctx:
             raw = json.loads(_lib.read_text(_lib.lib.hobbit_stats_json, ctx))
-        assert model.cache_stats().to_dict() == raw  # a new counter in C wants a field in stats.py
+        stats = model.cache_stats()
+        assert pickle.loads(pickle.dumps(stats)) == CacheStats.from_dict(raw)  # of a reading that nobody looked at
+        assert stats.to_dict() == raw  # a new counter in C wants a field in stats.py
+        assert not hasattr(stats, "no_such_field") and not hasattr(stats.total, "no_such_field")
         with model._engine() as ctx:
             placement = json.loads(_lib.read_text(_lib.lib.hobbit_placement_json, ctx))
         assert placement.items() <= json.loads(json.dumps(model.placement.to_dict())).items()
@@ -209,6 +212,14 @@ def test_a_trace_holds_what_happened_inside_the_block(tmp_path: Path) -> None:
         assert len(routes) == delta.stats.steps * model.placement.n_layer
         selected = sum(route.given.size for route in routes)
         assert selected == delta.stats.total.selected
+
+        steps, total = Trace.load(path).steps(), delta.stats.total
+        assert steps.tokens.sum() == delta.stats.prompt_tokens + delta.stats.decode_tokens
+        assert steps.tokens[steps.prompt].sum() == delta.stats.prompt_tokens
+        assert (steps.lookups.sum(), steps.hits.sum()) == (total.lookups, total.hits)
+        assert steps.selected.sum(axis=0).tolist() == [total.selected_skip, total.selected_low, total.selected_high]
+        assert steps.read_bytes.sum(axis=0)[:2].tolist() == [total.read_bytes_low, total.read_bytes_high]
+        assert steps.chosen.sum() == total.selected
         with pytest.raises(ValueError, match="no such folder"), model.trace(tmp_path / "no such folder" / "run.trace"):
             pass
 
