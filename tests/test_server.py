@@ -68,14 +68,14 @@ class Server:
 
 
 @contextmanager
-def server(*options: object) -> Iterator[Server]:
+def server(*options: object, model: Path | None = HIGH) -> Iterator[Server]:
+    """llama-server with the embedded model; without a model it is a router."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         program("llama-server"),
-        "-m",
-        HIGH,
+        *(("-m", model) if model else ()),
         "--host",
         "127.0.0.1",
         "--port",
@@ -132,6 +132,59 @@ def test_statistics_over_http_add_up_and_the_table_comes_at_the_end() -> None:
         written = running.stop()
     assert "hobbit: expert cache on\n" in written
     assert "hobbit: expert cache\n" in written.split("hobbit: expert cache on\n")[1]
+
+
+def test_several_completions_of_one_prompt_add_up() -> None:
+    with server("--hobbit-low", LOW, "--hobbit-cache", "8MiB", "-np", 4) as running:
+        answers = running.post(
+            "/completion", {"prompt": "In the beginning", "n_predict": 16, "n_cmpl": 3, "ignore_eos": True, "seed": 1}
+        )
+        assert len(answers) == 3
+        total = running.get("/hobbit/stats")["total"]
+        own = [answer["timings"]["hobbit"] for answer in answers]
+        assert all(counts["lookups"] > 0 for counts in own)
+        assert any(counts["shared"] > 0 for counts in own)  # they run in the same steps
+        for name in own[0].keys() - {"shared"}:
+            assert sum(counts[name] for counts in own) == total[name], name
+
+        # OpenAI's format has one answer with several choices, and the numbers of all
+        body = {"messages": [{"role": "user", "content": "Who art thou?"}], "n": 3, "max_tokens": 12, "seed": 2}
+        for path, prompt in (("/v1/chat/completions", body), ("/v1/completions", {**body, "prompt": "And it came"})):
+            answer = running.post(path, prompt)
+            assert len(answer["choices"]) == 3
+            later = running.get("/hobbit/stats")["total"]
+            for name in answer["timings"]["hobbit"].keys() - {"shared"}:
+                assert answer["timings"]["hobbit"][name] == later[name] - total[name], (path, name)
+            total = later
+
+
+def test_a_router_passes_our_options_and_requests_to_its_models(tmp_path: Path) -> None:
+    (tmp_path / "one.gguf").symlink_to(HIGH)
+    (tmp_path / "other.gguf").symlink_to(HIGH)
+    options = ("--models-dir", tmp_path, "--hobbit-low", LOW, "--hobbit-cache", "8MiB", "--metrics")
+    with server(*options, model=None) as running:
+        for n, name in ((8, "one"), (16, "other")):
+            answer = running.complete("In the beginning", n, model=name)
+            assert answer["timings"]["hobbit"]["lookups"] > 0
+            stats = running.get(f"/hobbit/stats?model={name}")
+            assert stats["decode_tokens"] == n - 1
+            assert stats["total"]["lookups"] == answer["timings"]["hobbit"]["lookups"]
+            with urllib.request.urlopen(f"{running.url}/metrics?model={name}", timeout=60) as metrics:
+                found = samples(metrics.read().decode())
+            assert found["hobbit_lookups_total"] == stats["total"]["lookups"]
+
+        before = running.get("/hobbit/stats?model=other")["cache_bytes"]
+        after = running.post("/hobbit/cache", {"model": "one", "cache": "16MiB"})["cache_bytes"]
+        assert after > before
+        assert running.get("/hobbit/stats?model=one")["cache_bytes"] == after
+        assert running.get("/hobbit/stats?model=other")["cache_bytes"] == before
+        code, message = running.refused("/hobbit/cache", {"model": "one", "cache": "1KiB"})
+        assert code == 400 and "the smallest setting that works" in message
+        code, message = running.refused("/hobbit/cache", {"model": "third", "cache": "16MiB"})
+        assert code == 400 and "third" in message
+        with urllib.request.urlopen(running.url + "/hobbit", timeout=60) as page:
+            assert b"<!doctype html>" in page.read(200).lower()
+        running.stop()
 
 
 def test_without_options_there_are_no_statistics() -> None:
