@@ -1,135 +1,111 @@
-"""Speed against cache size: the same prompt and generation with each size, and with stock `Llama` beside them.
+"""`hobbit bench`: our llama-bench, with its rows as a table that has stock and the cache's numbers in it.
 
-One model is loaded and resized, so that only the size differs. Each size gets one run to fill the cache, then `repeat`
-measured ones; the table shows medians and, in brackets, the slowest and fastest.
+What is measured and how is llama-bench's; so are all options that are not the engine's. Its `-o json` is what
+`hobbit plot` draws.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import random
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hobbit_py.hobbit import Hobbit, Llama
-from hobbit_py.live import MIB, format_bytes
-from hobbit_py.stats import CacheStats, ratio
+from rich.table import Table
+
+from hobbit_py import _lib
+from hobbit_py.live import MIB
+
+Row = Mapping[str, Any]  # an object of llama-bench's JSON
+
+_MEASURED = frozenset(
+    "n_prompt n_gen n_depth test_time avg_ns stddev_ns avg_ts stddev_ts samples_ns samples_ts model_type model_size "
+    "model_n_params hobbit_cache hobbit_cache_bytes hobbit_hit_rate hobbit_bytes_per_token hobbit_stall_share".split()
+)
 
 
-@dataclass(frozen=True)
-class Result:
-    """One row: a cache size and what it did. Rates in tokens per second, one entry per run."""
-
-    cache: str  # as asked for; "stock" is Llama without the engine
-    cache_bytes: int
-    prompt: list[float]
-    decode: list[float]
-    hit_rate: float | None = None  # of the measured runs, as the rest
-    read_bytes_per_token: float | None = None
-    stall_share: float | None = None
-    mix: tuple[float, float, float] | None = None
+def arguments(model: str, cache: str, options: Mapping[str, Any], more: Sequence[str], *, stock: bool) -> list[str]:
+    """The command line. `cache` and the values of `options` may be lists with commas; `stock` puts "off" first."""
+    sizes = [size.strip() for size in cache.split(",") if size.strip()]
+    if stock and "off" not in sizes:
+        sizes.insert(0, "off")
+    command = [str(_lib.program("llama-bench")), "-m", model, "--hobbit-cache", ",".join(sizes)]
+    for name, value in options.items():
+        command += [_lib.OPTIONS[name].flag, _lib.option_text(value)]
+    return [*command, *more]
 
 
-@dataclass(frozen=True)
-class Bench:
-    model: str
-    n_prompt: int
-    n_gen: int
-    repeat: int
-    options: dict[str, Any] = field(default_factory=dict)
-    machine: str = field(default_factory=lambda: f"{platform.machine()}, {os.cpu_count()} CPUs")
-    results: list[Result] = field(default_factory=list)
+def rows_of(command: Sequence[str]) -> Iterator[Row]:
+    """Runs llama-bench and yields its rows as they are measured; its messages go to stderr.
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"bench": 1, **asdict(self)}
-
-
-def _run(model: Llama, n_prompt: int, n_gen: int, seed: int) -> tuple[float, float]:
-    """Seconds for a prompt of random tokens, and for a generation after it."""
-    random_tokens = random.Random(seed)
-    model.reset()  # type: ignore[no-untyped-call]
-    start = time.perf_counter()
-    model.eval([random_tokens.randrange(model.n_vocab()) for _ in range(n_prompt)])
-    middle = time.perf_counter()
-    model.set_seed(seed)
-    token = model.sample(temp=0.8)
-    for _ in range(n_gen):
-        model.eval([token])
-        token = model.sample(temp=0.8)
-    return middle - start, time.perf_counter() - middle
-
-
-def _measure(model: Llama, bench: Bench, cache: str, cache_bytes: int, read: Callable[[], CacheStats] | None) -> Result:
-    _run(model, bench.n_prompt, bench.n_gen, seed=0)
-    before = read() if read else None
-    seconds = [_run(model, bench.n_prompt, bench.n_gen, seed=1 + i) for i in range(bench.repeat)]
-    row = Result(
-        cache,
-        cache_bytes,
-        [bench.n_prompt / prompt for prompt, _ in seconds],
-        [bench.n_gen / decode for _, decode in seconds],
-    )
-    if read is None or before is None:
-        return row
-    delta = read() - before
-    tokens = delta.prompt_tokens + delta.decode_tokens
-    return Result(
-        row.cache,
-        row.cache_bytes,
-        row.prompt,
-        row.decode,
-        delta.total.hit_rate,
-        ratio(delta.total.read_bytes, tokens),
-        ratio(delta.total.stall_us, delta.prompt_us + delta.decode_us),
-        delta.total.mix,
-    )
-
-
-def run_bench(bench: Bench, caches: Sequence[str], *, stock: bool, llama: dict[str, Any]) -> Iterator[Result]:
-    """Yields a row per cache size as it is done, and adds it to `bench.results`.
-
-    `bench.options` are engine options without `cache`; `llama` goes to `Llama` and `Hobbit` alike.
+    Raises:
+        SystemExit: it failed, and said why; with its exit code.
     """
-    llama = {"n_ctx": bench.n_prompt + bench.n_gen + 1, "verbose": False, **llama}
-    if stock:
-        model = Llama(bench.model, **llama)
-        row = _measure(model, bench, "stock", 0, None)
-        model.close()
-        bench.results.append(row)
-        yield row
-    with Hobbit(bench.model, cache=caches[0], **bench.options, **llama) as hobbit:
-        for cache in caches:
-            if cache != caches[0]:
-                hobbit.resize(cache)
-            row = _measure(hobbit, bench, cache, hobbit.placement.cache_bytes, hobbit.cache_stats)
-            bench.results.append(row)
-            yield row
+    with subprocess.Popen([*command, "-o", "jsonl"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("{"):  # else it is the usage
+                    yield json.loads(line)
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode != 0:
+        raise SystemExit(process.returncode if process.returncode > 0 else 128 - process.returncode)
 
 
-def row_texts(row: Result, stock: Result | None) -> list[str]:
-    """The cells of a table: cache, prompt, decode, against stock, hit rate, MiB per token, stall, precision mix."""
-
-    def rate(values: list[float]) -> str:
-        return f"{statistics.median(values):.1f} [{min(values):.1f}-{max(values):.1f}]"
-
-    def percent(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.1f} %"
-
-    against = f"{statistics.median(row.decode) / statistics.median(stock.decode):.2f}" if stock else ""
-    return [
-        row.cache if row.cache in ("stock", "") else f"{row.cache} ({format_bytes(row.cache_bytes)})",
-        rate(row.prompt),
-        rate(row.decode),
-        against,
-        percent(row.hit_rate),
-        "" if row.read_bytes_per_token is None else f"{row.read_bytes_per_token / MIB:.2f}",
-        percent(row.stall_share),
-        "" if row.mix is None else "/".join(f"{100 * share:.0f}" for share in row.mix),
-    ]
+def measurement(row: Row) -> str:
+    """As llama-bench calls it: pp512, tg128, pp512+tg128, with @ d4096 behind."""
+    parts = [f"{name}{row[key]}" for name, key in (("pp", "n_prompt"), ("tg", "n_gen")) if row[key]]
+    return "+".join(parts) + (f" @ d{row['n_depth']}" if row["n_depth"] else "")
 
 
-COLUMNS = ("cache", "prompt tok/s", "decode tok/s", "x stock", "hit rate", "MiB/token", "stalled", "high/low/skip %")
+def is_stock(row: Row) -> bool:
+    return row.get("hobbit_cache") in (None, "off")
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """Parameters that are not the same in all rows; the engine's, in all rows with a cache."""
+
+    def differs(name: str) -> bool:
+        among = [row for row in rows if not (name.startswith("hobbit_") and is_stock(row))]
+        return len({str(row[name]) for row in among}) > 1
+
+    return [name for name in rows[0] if name not in _MEASURED and differs(name)]
+
+
+def stock_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The row of the same measurement without a cache."""
+
+    def key(r: Row) -> list[Any]:
+        names = [name for name in varying(rows) if not name.startswith("hobbit_")]
+        return [measurement(r), *(r[name] for name in names)]
+
+    return next((r for r in rows if is_stock(r) and key(r) == key(row)), None)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Speed as llama-bench prints it, against stock, and what the cache did in the timed runs."""
+    shown = Table(box=None, pad_edge=False)
+    columns = ("cache", *varying(rows), "test", "tok/s", "x stock", "hit rate", "MiB/token", "stalled")
+    for name in columns:
+        numbers = name in ("tok/s", "x stock", "hit rate", "MiB/token", "stalled")
+        shown.add_column(name.removeprefix("hobbit_"), justify="right" if numbers else "left")
+    for row in rows:
+        stock = stock_of(row, rows)
+
+        def measured(name: str, unit: float, text: str, row: Row = row) -> str:
+            value = row.get(name)
+            return "" if value is None else text.format(value * unit)
+
+        shown.add_row(
+            "stock" if is_stock(row) else str(row["hobbit_cache"]),
+            *(str(row[name]) for name in varying(rows)),
+            measurement(row),
+            f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
+            f"{row['avg_ts'] / stock['avg_ts']:.2f}" if stock and not is_stock(row) else "",
+            measured("hobbit_hit_rate", 100, "{:.1f} %"),
+            measured("hobbit_bytes_per_token", 1 / MIB, "{:.2f}"),
+            measured("hobbit_stall_share", 100, "{:.1f} %"),
+        )
+    return shown

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -57,8 +58,8 @@ Threads = Annotated[int | None, typer.Option("--threads", "-t", help="threads fo
 def _options(
     low: Path | None,
     precision: str | None,
-    t1: float | None,
-    t2: float | None,
+    t1: float | str | None,
+    t2: float | str | None,
     policy: str | None,
     deterministic: bool,
     more: list[str] | None,
@@ -196,44 +197,42 @@ def serve(
     os.execv(arguments[0], [*arguments, *context.args])
 
 
-@app.command()
+Values = Annotated[str | None, typer.Option(help="a value or several with commas, as of `hobbit run`")]
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
+    context: typer.Context,
     model: Model,
-    cache: Annotated[str, typer.Option(help="cache sizes, with commas: 8MiB,16MiB,auto")] = "auto",
-    n_prompt: Annotated[int, typer.Option("--n-prompt", "-p", min=1, help="prompt tokens (random)")] = 128,
-    n_gen: Annotated[int, typer.Option("--n-gen", "-n", min=1, help="generated tokens")] = 64,
-    repeat: Annotated[
-        int, typer.Option("--repetitions", "-r", min=1, help="measured runs after one that fills the cache")
-    ] = 3,
-    stock: Annotated[bool, typer.Option(help="also measure without the engine, in the same process")] = True,
+    cache: Annotated[str, typer.Option(help="cache sizes, with commas: 8MiB,16MiB,auto; off is stock")] = "auto",
+    stock: Annotated[bool, typer.Option(help="measure without a cache too, first")] = True,
     low: Low = None,
-    precision: Precision = None,
-    t1: T1 = None,
-    t2: T2 = None,
-    policy: Policy = None,
+    precision: Values = None,
+    t1: Values = None,
+    t2: Values = None,
+    policy: Values = None,
     deterministic: Deterministic = False,
     more: Set = None,
-    threads: Threads = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="write the results here, for `hobbit plot`")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write llama-bench's JSON, for `hobbit plot`")] = None,
 ) -> None:
-    """Speed, hit rate and bytes per token against cache size: medians, with slowest and fastest in brackets."""
-    caches = [size.strip() for size in cache.split(",") if size.strip()]
-    if not caches:
-        raise typer.BadParameter("--cache: no size given")
+    """Run llama-bench over cache sizes, with stock beside them. Other options go to it: -p 512 -n 128 -t 8 -r 5 -d 4096
+
+    Each --option takes a list, and every combination is measured. With -o llama-bench prints in that format itself.
+    """
     options = _options(low, precision, t1, t2, policy, deterministic, more)
-    result = bench_.Bench(str(model), n_prompt, n_gen, repeat, {k: _lib.option_text(v) for k, v in options.items()})
-    table = Table(*bench_.COLUMNS, box=None, pad_edge=False)
-    baseline = None
-    for row in bench_.run_bench(result, caches, stock=stock, llama={"n_threads": threads, "n_threads_batch": threads}):
-        baseline = row if row.cache == "stock" else baseline
-        table.add_row(*bench_.row_texts(row, baseline))
+    command = bench_.arguments(str(model), cache, options, context.args, stock=stock)
+    if {"-o", "--output"} & set(context.args):
+        sys.stdout.flush()
+        os.execv(command[0], command)
     console = Console(highlight=False)
-    console.print(
-        f"{model.name}, {result.machine}, prompt {n_prompt}, generated {n_gen}, median of {repeat} [slowest-fastest]"
-    )
-    (console if console.is_terminal else Console(highlight=False, width=140)).print(table)
+    console = console if console.is_terminal else Console(highlight=False, width=140)
+    rows: list[bench_.Row] = []
+    with Live(console=console, auto_refresh=False) as live:
+        for row in bench_.rows_of(command):
+            rows.append(row)
+            live.update(bench_.table(rows), refresh=True)
     if as_json is not None:
-        as_json.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+        as_json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -306,10 +305,10 @@ def stats(
 
 @app.command()
 def plot(
-    file: Annotated[Path, typer.Argument(help="statistics, or the JSON of `hobbit bench`")],
+    file: Annotated[Path, typer.Argument(help="statistics, a trace, or the JSON of llama-bench")],
     out: Annotated[Path, typer.Option("--out", "-o", help="picture to write: .png, .svg, .pdf")],
 ) -> None:
-    """Draw a statistics file: experts in memory, hit rate, precision mix, bytes and stalls by layer."""
+    """Draw statistics (by layer), a trace (by token) or a bench: experts, hit rate, precision mix, bytes, stalls."""
     plot_.plot_file(file, out)
 
 

@@ -1,4 +1,5 @@
-"""Pictures of statistics: where each expert is, what each layer hits, uses and reads; or a bench's speed against size.
+"""Pictures. Of statistics: where each expert is, what each layer hits, uses and reads. Of a trace: which experts were
+chosen, and what happened token by token. Of a bench: speed against the cache's size.
 
 Needs matplotlib, which is the extra `plot` of the package.
 """
@@ -7,15 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hobbit_py.bench import is_stock, measurement, stock_of, varying
 from hobbit_py.live import MIB
-from hobbit_py.stats import CacheStats
+from hobbit_py.stats import CacheStats, ratio
+from hobbit_py.trace import HIGH as GIVEN_HIGH
+from hobbit_py.trace import LOW as GIVEN_LOW
+from hobbit_py.trace import SKIP as GIVEN_SKIP
+from hobbit_py.trace import Trace
 
 HIGH, LOW, NONE = "#1f4e8c", "#8fbbe8", "#ececec"
 MISS = "#c2542d"
+AHEAD = "#e0a93b"
+PROMPT = "#f6f0e2"
 
 
 def _pyplot() -> Any:
@@ -30,26 +40,36 @@ def _pyplot() -> Any:
 
 
 def plot_file(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Draws a statistics file or a `hobbit bench --json` file into a picture; the suffix of `out` decides its format.
+    """Draws statistics, a trace or a bench's JSON into a picture; the suffix of `out` decides its format.
 
     Raises:
-        ValueError: the file is neither, or holds nothing to draw.
+        ValueError: the file is none of them, or holds nothing to draw.
         OSError: it cannot be read, or `out` not be written.
         ImportError: there is no matplotlib.
     """
-    try:
-        data = json.loads(Path(source).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(source)}: not JSON: {error}") from None
-    if isinstance(data, dict) and "bench" in data:
-        figure = draw_bench(data)
+    content = Path(source).read_bytes()
+    if content.startswith(b"hobbit-trace "):
+        figure = draw_trace(Trace(content, os.fspath(source)))
     else:
-        stats = CacheStats.load(source)
-        if not stats.layers:
-            raise ValueError(f"{os.fspath(source)}: statistics without layers")
-        figure = draw_stats(stats)
+        figure = _draw_json(content, os.fspath(source))
     figure.savefig(out, dpi=120)
     _pyplot().close(figure)
+
+
+def _draw_json(content: bytes, name: str) -> Any:
+    try:
+        data = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{name}: neither a trace nor JSON: {error}") from None
+    if isinstance(data, list):
+        return draw_bench(data, name)
+    try:
+        stats = CacheStats.from_dict(data)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    if not stats.layers:
+        raise ValueError(f"{name}: statistics without layers")
+    return draw_stats(stats)
 
 
 def draw_stats(stats: CacheStats) -> Any:
@@ -89,7 +109,10 @@ def draw_stats(stats: CacheStats) -> Any:
 
     high = [s.read_bytes_high / MIB for s in layers]
     read.bar(x, high, color=HIGH, width=0.8, label="high")
-    read.bar(x, [s.read_bytes_low / MIB for s in layers], bottom=high, color=LOW, width=0.8, label="low")
+    low = [s.read_bytes_low / MIB for s in layers]
+    read.bar(x, low, bottom=high, color=LOW, width=0.8, label="low")
+    on_demand = [a + b for a, b in zip(high, low, strict=True)]
+    read.bar(x, [s.prefetch_bytes / MIB for s in layers], bottom=on_demand, color=AHEAD, width=0.8, label="ahead")
     read.set(ylabel="read, MiB")
     _legend(read)
 
@@ -100,9 +123,7 @@ def draw_stats(stats: CacheStats) -> Any:
     for axis in axes:
         axis.set_xlim(-0.6, len(layers) - 0.4)
         axis.set_xticks(x[::step], [str(s.block) for s in layers[::step]])
-        axis.tick_params(labelsize=8)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+    _finish(axes)
     tokens = stats.prompt_tokens + stats.decode_tokens
     figure.suptitle(
         f"precision {stats.precision}, policy {stats.policy}, cache {stats.cache_bytes / MIB:.1f} MiB, {tokens} tokens",
@@ -138,28 +159,131 @@ def _draw_residency(plt: Any, figure: Any, axis: Any, resident: tuple[str, ...])
     _legend(axis, [Patch(color=HIGH, label="high"), Patch(color=LOW, label="low"), Patch(color=NONE, label="absent")])
 
 
-def draw_bench(data: dict[str, Any]) -> Any:
-    """Speed and hit rate against the size of the cache, stock as a line."""
+_BINS = 160  # of tokens, at most
+
+
+def draw_trace(trace: Trace) -> Any:
+    """Which experts the router chose, by layer; then hit rate, precision mix and bytes, token by token.
+
+    Raises:
+        ValueError: a trace without a step.
+    """
     plt = _pyplot()
-    rows = sorted((r for r in data["results"] if r["cache"] != "stock"), key=lambda r: r["cache_bytes"])
-    stock = next((r for r in data["results"] if r["cache"] == "stock"), None)
-    if not rows:
-        raise ValueError("a bench without results")
-    size = [r["cache_bytes"] / MIB for r in rows]
-    figure, (speed, hit) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained")
-    middle = [statistics.median(r["decode"]) for r in rows]
-    spread = [
-        [m - min(r["decode"]) for m, r in zip(middle, rows, strict=True)],
-        [max(r["decode"]) - m for m, r in zip(middle, rows, strict=True)],
-    ]
-    speed.errorbar(size, middle, yerr=spread, marker="o", color=HIGH, capsize=3, label="with the cache")
-    if stock:
-        speed.axhline(
-            statistics.median(stock["decode"]), color=MISS, linestyle="--", label="stock, all in memory or mapped"
-        )
-    speed.set(ylabel="decode, tokens/s", ylim=(0, None))
-    speed.legend(fontsize=8)
-    hit.plot(size, [100 * r["hit_rate"] for r in rows], marker="o", color=HIGH)
-    hit.set(ylabel="hit rate, %", xlabel="cache, MiB", ylim=(0, 105))
-    figure.suptitle(f"{Path(data['model']).name}, {data['machine']}", fontsize=10)
+    steps = trace.steps()
+    n_tokens = int(steps.tokens.sum())
+    if n_tokens == 0:
+        raise ValueError(f"{trace.name}: a trace without a step")
+    n_layer, n_expert = steps.chosen.shape
+    heights = [max(1.2, min(4.0, 0.05 * n_expert)), 1.0, 1.0, 1.0]
+    figure, axes = plt.subplots(
+        4,
+        1,
+        figsize=(max(9.0, min(16.0, 0.22 * n_layer + 3)), 2.2 * sum(heights)),
+        gridspec_kw={"height_ratios": heights},
+        layout="constrained",
+    )
+    heat, hit, mix, read = axes
+    tokens_of_layer = steps.chosen.sum(axis=1, keepdims=True) / trace.settings["n_expert_used"]
+    share = 100 * steps.chosen / np.maximum(1, tokens_of_layer)
+    image = heat.imshow(share.T, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, origin="lower")
+    figure.colorbar(image, cax=heat.inset_axes((1.015, 0.0, 0.02, 1.0)), label="of the tokens, %")
+    heat.set(ylabel="expert", xlabel="layer with experts (number of its block)")
+    every = max(1, n_layer // 24)
+    heat.set_xticks(range(0, n_layer, every), [str(layer.block) for layer in trace.layers[::every]])
+    heat.set_title("chosen by the router", fontsize=9)
+
+    # steps to bins of about as many tokens each; a prompt's ubatch is one step and cannot be taken apart
+    ends = np.cumsum(steps.tokens)
+    starts = np.flatnonzero(np.diff((ends - 1) * _BINS // max(n_tokens, _BINS), prepend=-1))
+    edges = np.append(np.where(starts > 0, ends[starts - 1], 0), n_tokens)
+
+    def binned(values: Any) -> Any:
+        return np.add.reduceat(values, starts, axis=0).astype(float)
+
+    def over(part: Any, whole: Any) -> Any:
+        return np.divide(part, whole, out=np.full(len(starts), np.nan), where=whole > 0)
+
+    total = 100 * ratio(float(steps.hits.sum()), float(steps.lookups.sum()))
+    hit.stairs(100 * over(binned(steps.hits), binned(steps.lookups)), edges, color=HIGH, baseline=None)
+    hit.axhline(total, color=MISS, linewidth=1, label=f"all tokens {total:.1f} %")
+    hit.set(ylabel="hit rate, %", ylim=(0, 105))
+    selected = binned(steps.selected)
+    _stack(mix, edges, [
+        ("high", HIGH, 100 * over(selected[:, GIVEN_HIGH], selected.sum(axis=1))),
+        ("low", LOW, 100 * over(selected[:, GIVEN_LOW], selected.sum(axis=1))),
+        ("skipped", NONE, 100 * over(selected[:, GIVEN_SKIP], selected.sum(axis=1))),
+    ])  # fmt: skip
+    mix.set(ylabel="selected, %", ylim=(0, 105))
+    low, high, ahead = (binned(steps.read_bytes) / MIB / binned(steps.tokens)[:, None]).T
+    _stack(read, edges, [("high", HIGH, high), ("low", LOW, low), ("ahead", AHEAD, ahead)])
+    read.set(ylabel="read, MiB per token", xlabel="token")
+    for axis in (hit, mix, read):
+        for i in np.flatnonzero(steps.prompt):
+            label = "prompt" if axis is hit and i == np.flatnonzero(steps.prompt)[0] else None
+            axis.axvspan(ends[i] - steps.tokens[i], ends[i], color=PROMPT, zorder=0, label=label)
+        axis.set_xlim(0, n_tokens)
+        _legend(axis)
+    _finish(axes)
+    settings = trace.settings
+    figure.suptitle(
+        f"{settings['arch']}, rule {settings['rule']}, policy {settings['policy']}, "
+        f"{settings['slots_high'][0]} high and {settings['slots_low'][0]} low slots, {n_tokens} tokens",
+        fontsize=10,
+    )
+    return figure
+
+
+def _stack(axis: Any, edges: Any, parts: list[tuple[str, str, Any]]) -> None:
+    """Areas on top of each other, with steps at the edges; nothing where a part is not a number."""
+    below = np.zeros(len(edges) - 1)
+    for name, color, values in parts:
+        axis.stairs(below + values, edges, baseline=below, fill=True, color=color, label=name)
+        below = below + values
+
+
+def _finish(axes: Any) -> None:
+    for axis in axes:
+        axis.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+
+
+def draw_bench(rows: list[dict[str, Any]], name: str) -> Any:
+    """Speed and hit rate against the size of the cache, a curve for each measurement; stock as a line.
+
+    Raises:
+        ValueError: `rows` are not llama-bench's, or none has a cache.
+    """
+    if not all(isinstance(row, dict) and "avg_ts" in row for row in rows):
+        raise ValueError(f"{name}: neither a trace, statistics, nor the JSON of llama-bench")
+    cached = [row for row in rows if not is_stock(row) and row["hobbit_cache_bytes"]]
+    if not cached:
+        raise ValueError(f"{name}: a bench without a cache: nothing to draw")
+    varied = varying(rows)
+    tests: dict[str, dict[str, list[dict[str, Any]]]] = {}  # measurement, what varies, by size
+    for row in sorted(cached, key=lambda r: float(r["hobbit_cache_bytes"])):
+        label = ", ".join(f"{name.removeprefix('hobbit_')} {row[name]}" for name in varied)
+        tests.setdefault(measurement(row), {}).setdefault(label, []).append(row)
+    plt = _pyplot()
+    figure, axes = plt.subplots(
+        2, len(tests), figsize=(3 + 5 * len(tests), 6), sharex=True, squeeze=False, layout="constrained"
+    )
+    colors = [HIGH, AHEAD, MISS, LOW, *plt.rcParams["axes.prop_cycle"].by_key()["color"]]
+    for (speed, hit), (test, curves) in zip(axes.T, tests.items(), strict=True):
+        stocks = set()
+        for color, (label, points) in zip(cycle(colors), curves.items(), strict=False):
+            size = [row["hobbit_cache_bytes"] / MIB for row in points]
+            rate, error = [row["avg_ts"] for row in points], [row["stddev_ts"] for row in points]
+            speed.errorbar(size, rate, yerr=error, marker="o", capsize=3, color=color, label=label or "with the cache")
+            hit.plot(size, [100 * row["hobbit_hit_rate"] for row in points], marker="o", color=color)
+            stock = stock_of(points[0], rows)
+            if stock:
+                stocks.add(stock["avg_ts"])
+        for rate_of_stock in stocks:
+            speed.axhline(rate_of_stock, color="gray", linestyle="--", linewidth=1, label="stock")
+        speed.set(ylabel="tokens/s", ylim=(0, None), title=test)
+        speed.legend(fontsize=8)
+        hit.set(ylabel="hit rate, %", xlabel="cache, MiB", ylim=(0, 105))
+    _finish(axes.ravel())
+    figure.suptitle(f"{Path(cached[0]['model_filename']).name}, {cached[0]['cpu_info']}", fontsize=10)
     return figure

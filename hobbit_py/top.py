@@ -57,34 +57,35 @@ def frame(url: str, now: CacheStats, delta: CacheStats, seconds: float, rows: in
         ("hobbit ", "bold"),
         f"{url}   precision {now.precision}   policy {now.policy}   cache {format_bytes(now.cache_bytes)}",
         no_wrap=True,
+        overflow="ellipsis",
     )
     lines: list[RenderableType] = [head]
     for name, used, slots in (("high", now.resident_high, now.slots_high), ("low", now.resident_low, now.slots_low)):
         if slots:
             lines.append(Text(f"{name:<5}[{bar(used / slots, 30)}] {used} of {slots} slots"))
     a = now.total
-    rows_of_text = [
+    rows_of_text = [  # the first and the last fit 80 columns
         [
-            f"now  {ratio(tokens, seconds):8.1f} tok/s",
+            f"now {ratio(tokens, seconds):7.1f} tok/s",
             f"hit {100 * t.hit_rate:5.1f} %",
-            f"read {ratio(t.read_bytes, seconds) / 1e6:8.1f} MB/s",
-            f"stall {100 * ratio(t.stall_us / 1e6, seconds):4.0f} %",
+            f"read {ratio(t.read_bytes, seconds) / 1e6:7.1f} MB/s",
+            f"stall {100 * ratio(t.stall_us / 1e6, seconds):3.0f} %",
             f"evict {ratio(t.evictions, seconds):.0f}/s",
         ],
         [
-            f"     high/low/skip {100 * high:.0f}/{100 * low:.0f}/{100 * skip:.0f} %",
+            f"    high/low/skip {100 * high:.0f}/{100 * low:.0f}/{100 * skip:.0f} %",
             f"read ahead {t.prefetch_issued}, used {t.prefetch_used}",
-            f"prefetch {now.prefetch}",
         ],
+        [f"    prefetch {now.prefetch}"],
         [
-            f"all  {now.decode_tokens_per_second:8.1f} tok/s",
+            f"all {now.decode_tokens_per_second:7.1f} tok/s",
             f"hit {100 * a.hit_rate:5.1f} %",
-            f"read {format_bytes(a.read_bytes):>13}",
+            f"read {format_bytes(a.read_bytes):>12}",
             f"{now.prompt_tokens} + {now.decode_tokens} tokens",
-            f"{now.failed_steps} failed steps",
+            f"{now.failed_steps} failed",
         ],
     ]
-    lines += [Text("   ".join(cells), no_wrap=True) for cells in rows_of_text]
+    lines += [Text("  ".join(cells), no_wrap=True, overflow="ellipsis") for cells in rows_of_text]
     room = max(3, rows - len(lines) - 2)
     lines.append(_layers(now, delta, seconds, room))
     return Group(*lines)
@@ -95,7 +96,7 @@ def _layers(now: CacheStats, delta: CacheStats, seconds: float, room: int) -> Ta
     for name in ("block", "hit", "", "miss/s h+l", "MB/s", "stall ms/s"):
         table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
     if now.resident:
-        table.add_column("in memory (■ high ▪ low)", no_wrap=True, overflow="ellipsis")
+        table.add_column("■ high ▪ low", no_wrap=True, overflow="ellipsis")
     indices = list(range(len(delta.layers)))
     if len(indices) > room:  # those that stall most, in the order of the model
         indices = sorted(sorted(indices, key=lambda i: -delta.layers[i].stall_us)[: room - 1])

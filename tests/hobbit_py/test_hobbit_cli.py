@@ -109,17 +109,42 @@ def test_errors_are_one_line_and_an_exit_code(arguments: tuple[str, ...], code: 
 #
 
 
-def test_bench_measures_each_size_and_stock(tmp_path: Path) -> None:
-    arguments = ("--cache", f"{SMALL},64MiB", "-p", 8, "-n", 8, "-r", 2, "-t", 1, "--low", low())
-    done = invoke("bench", high(), *arguments, "--json", tmp_path / "b.json")
-    assert done.exit_code == 0, done.output
-    rows = json.loads((tmp_path / "b.json").read_text())["results"]
-    assert [row["cache"] for row in rows] == ["stock", SMALL, "64MiB"]
-    assert all(len(row["decode"]) == 2 for row in rows)
-    assert rows[1]["hit_rate"] < rows[2]["hit_rate"]
-    assert rows[1]["read_bytes_per_token"] > rows[2]["read_bytes_per_token"]
-    for size in ("stock", SMALL, "64MiB"):
-        assert size in done.output
+def test_bench_shows_what_llama_bench_measures(tmp_path: Path) -> None:
+    sizes = ("--cache", f"{SMALL},64MiB", "--policy", "lru,lfu", "--low", low(), "--json", tmp_path / "b.json")
+    done = run_hobbit("bench", high(), *sizes, "-p", 8, "-n", 4, "-r", 2, "-t", 1)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "b.json").read_text())
+    caches = [(row["hobbit_cache"], row["hobbit_policy"]) for row in rows if row["n_gen"]]
+    assert caches == [("off", "")] + [(size, policy) for size in (SMALL, "64MiB") for policy in ("lru", "lfu")]
+    assert all(len(row["samples_ts"]) == 2 and row["n_threads"] == 1 for row in rows)
+    small, large = (next(r for r in rows if r["hobbit_cache"] == size and r["n_gen"]) for size in (SMALL, "64MiB"))
+    assert small["hobbit_cache_bytes"] < large["hobbit_cache_bytes"]
+
+    head, *lines = (line.split() for line in done.stdout.strip().splitlines())
+    assert head[:4] == ["cache", "policy", "test", "tok/s"]
+    assert lines[0][:2] == ["stock", "pp8"] and len(lines) == len(rows)
+    shown = next(line for line in lines if line[:3] == [SMALL, "lru", "tg4"])
+    stock = next(row for row in rows if row["hobbit_cache"] == "off" and row["n_gen"])
+    assert shown[3:7] == [
+        f"{small['avg_ts']:.2f}",
+        "±",
+        f"{small['stddev_ts']:.2f}",
+        f"{small['avg_ts'] / stock['avg_ts']:.2f}",
+    ]
+    assert f"{100 * small['hobbit_hit_rate']:.1f}" in shown
+
+    done = run_hobbit("bench", high(), "--no-stock", "--cache", SMALL, "-p", 0, "-n", 4, "-r", 1, "-o", "csv")
+    assert done.stdout.startswith("build_commit,") and len(done.stdout.splitlines()) == 2
+
+
+def test_bench_fails_with_the_reason_and_code_of_llama_bench() -> None:
+    for options, says in (
+        (("--cache", "1KiB"), "smallest setting that works"),
+        (("--no-such",), "argument: --no-such\n"),
+    ):
+        done = run_hobbit("bench", high(), "--no-stock", *options, "-p", 0, "-n", 4, "-r", 1)
+        assert done.returncode != 0
+        assert says in done.stderr and "Traceback" not in done.stderr and "hobbit:" not in done.stderr
 
 
 def test_plan_is_that_of_gguf_tools() -> None:
@@ -139,22 +164,32 @@ def test_stats_shows_a_file(tmp_path: Path) -> None:
     assert "11 of 12 high" in done.output
 
 
-def test_plot_draws_statistics_and_benches(tmp_path: Path) -> None:
+def test_plot_draws_statistics_traces_and_benches(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with hobbit(low=low()) as model:
-        model.create_completion(PROMPT, max_tokens=8)
+        with model.trace(tmp_path / "run.trace"):
+            model.create_completion(PROMPT, max_tokens=8)
         model.save_stats(tmp_path / "s.json")
         model.cache_stats().save(tmp_path / "without-residency.json")
-    rates = {"hit_rate": 0.5, "prompt": [1.0], "decode": [1.0, 2.0]}
-    results = [
-        {"cache": name, "cache_bytes": size, **rates}
-        for name, size in (("stock", 0), ("4MiB", 4 << 20), ("auto", 8 << 20))
-    ]
-    (tmp_path / "b.json").write_text(json.dumps({"bench": 1, "model": "m", "machine": "x", "results": results}))
-    for name in ("s", "without-residency", "b"):
-        done = invoke("plot", tmp_path / f"{name}.json", "-o", tmp_path / f"{name}.png")
+    sizes = ("--cache", f"{SMALL},64MiB", "--low", low())
+    done = run_hobbit("bench", high(), *sizes, "-p", 8, "-n", 4, "-r", 1, "-t", 1, "--json", tmp_path / "b.json")
+    assert done.returncode == 0, done.stderr
+    pictures = set()
+    for name in ("s.json", "without-residency.json", "run.trace", "b.json"):
+        done = invoke("plot", tmp_path / name, "-o", tmp_path / f"{name}.png")
         assert done.exit_code == 0, done.output
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        pictures.add((tmp_path / f"{name}.png").read_bytes())
+    assert len(pictures) == 3  # cache_stats() has residency too
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"[]", b"hobbit-trace 9\n\n", b"\x00\x01"])
+def test_plot_refuses_other_files_by_name(tmp_path: Path, content: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "other").write_bytes(content)
+    done = run_hobbit("plot", tmp_path / "other", "-o", tmp_path / "out.png")
+    assert done.returncode == 1 and done.stderr.startswith(f"hobbit: {tmp_path / 'other'}: "), done.stderr
+    assert not (tmp_path / "out.png").exists()
 
 
 #
