@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,7 @@ class Hobbit(Llama):
         self._stats_reader: _StatsReader | None = None
         self._policy: _Policy | None = None
         self._engine_lock = threading.Lock()  # the C API wants one caller at a time per context, and close() must wait
+        self._compute_lock = threading.RLock()  # held for each batch and sample; taken before the other
 
         overrides = {**(self._user_overrides or {}), _lib.CONFIG_KEY: _lib.config_new(self._engine_options)}
         with _lib.error_lines() as lines:
@@ -175,9 +176,12 @@ class Hobbit(Llama):
         return {**state, "kv_overrides": self._user_overrides, **self._engine_options}
 
     def close(self) -> None:
-        """Frees context, model and cache; a second call does nothing."""
+        """Frees context, model and cache; a second call does nothing.
+
+        Waits for the batch that another thread computes; what that thread generates then ends with a `ValueError`.
+        """
         if hasattr(self, "_stack"):  # false if __init__ refused an option
-            with self._engine_lock:
+            with self._compute_lock, self._engine_lock:
                 self._stats_reader = None
                 super().close()
 
@@ -191,23 +195,49 @@ class Hobbit(Llama):
     # computing: as Llama, with the reason when a step fails
     #
 
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """One thread at a time, with a model that stays open to the end."""
+        with self._compute_lock:
+            if self._ctx.ctx is None:
+                raise ValueError("the model is closed")
+            yield
+
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluates tokens; a failed read raises `ExpertReadError` and leaves the model as it was before the batch."""
-        with _reading():
+        with self._computing(), _reading():
             super().eval(tokens)
         if self._policy is not None:
             self._policy.raise_error()
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """As `Llama.generate`. The engine learns that a sequence begins: a cached prefix hides its position 0."""
+        """As `Llama.generate`. The engine learns that a sequence begins: a cached prefix hides its position 0.
+
+        Raises:
+            RuntimeError: something else was computed with the model since the last token, by another thread perhaps.
+        """
         if kwargs.get("reset", True):
             with self._engine() as ctx:
                 _lib.lib.hobbit_sequence_begin(ctx, 0)
-        return super().generate(tokens, *args, **kwargs)
+        return self._generate(super().generate(tokens, *args, **kwargs))
+
+    def _generate(self, tokens: Any) -> Iterator[int]:
+        sent, n_tokens = None, None
+        with closing(tokens):
+            while True:
+                with self._computing():
+                    if n_tokens not in (None, self.n_tokens):
+                        raise RuntimeError("something else was computed with the model in the middle of a generation")
+                    try:
+                        token = tokens.send(sent)
+                    except StopIteration:
+                        return
+                    n_tokens = self.n_tokens
+                sent = yield token
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """As `Llama.embed`; a failed read raises `ExpertReadError`."""
-        with _reading():
+        with self._computing(), _reading():
             result = super().embed(*args, **kwargs)
         if self._policy is not None:
             self._policy.raise_error()
@@ -222,7 +252,8 @@ class Hobbit(Llama):
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """As `Llama.sample`; what a logits processor raised is raised here."""
-        token: int = super().sample(*args, **kwargs)
+        with self._computing():
+            token: int = super().sample(*args, **kwargs)
         if self._callback_errors:
             error = self._callback_errors[0]
             self._callback_errors.clear()

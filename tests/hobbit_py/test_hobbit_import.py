@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_a_foreign_library_that_came_first_is_refused() -> None:
     done = run_python(FOREIGN.format(library=str(LIBRARY.with_name(LIBRARY.name.replace("llama", "ggml-base")))))
     assert done.returncode == 1
     assert "is not HOBBIT's; llama_cpp was imported before hobbit_py: import hobbit_py first" in done.stderr
+
+
+def test_a_stock_library_is_refused(tmp_path: Path) -> None:
+    """One with every function that llama-cpp-python asks for, and none of ours."""
+    import llama_cpp.llama_cpp as binding
+
+    names = set(re.findall(r'ctypes_function\(\s*"(\w+)"', Path(binding.__file__).read_text()))
+    assert "llama_decode" in names
+    source = "".join(f"void {name}(void) {{}}\n" for name in sorted(names))
+    library = tmp_path / _lib.LIBRARY_NAMES[0]
+    compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(compiler, input=source, text=True, check=True)
+    done = run_python("import hobbit_py", LLAMA_CPP_LIB_PATH=str(tmp_path))
+    assert done.returncode == 1
+    says = f"{library} is not HOBBIT's; set LLAMA_CPP_LIB_PATH to the folder of HOBBIT's library"
+    assert says in done.stderr
 
 
 VERSION = """

@@ -429,6 +429,52 @@ def test_a_closed_model_says_so() -> None:
             use()
 
 
+_THREADS = """
+import sys, threading
+sys.path.insert(0, {here!r})
+from hobbit_models import PROMPT, greedy, hobbit, low
+
+model = hobbit(low=low(), deterministic=True)
+expected = greedy(model, 24)
+said = []
+
+def generate(n, started):
+    try:
+        for _ in model.generate(model.tokenize(PROMPT.encode()), temp=0.0):
+            n -= 1
+            if n == 0:
+                return
+            started.set()
+    except (ValueError, RuntimeError) as error:
+        said.append(str(error))
+
+def begin(n):
+    started = threading.Event()
+    thread = threading.Thread(target=generate, args=(n, started))
+    thread.start()
+    assert started.wait(60)
+    return thread
+
+{body}
+print(said)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("t = begin(200); model.close(); t.join()", ["the model is closed"]),
+        ("for t in [begin(100), begin(100)]: t.join()\nmodel.reset()\nassert greedy(model, 24) == expected", []),
+    ],
+    ids=["closed by another thread", "two threads generate"],
+)
+def test_threads_that_share_a_model_do_no_harm(body: str, says: list[str]) -> None:
+    """Nothing crashes, who cannot go on is told, and an open model works on."""
+    done = run_python(_THREADS.format(here=str(Path(__file__).parent), body=body))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(says)
+
+
 #
 # interruptions
 #
