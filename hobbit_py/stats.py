@@ -12,10 +12,10 @@ import functools
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 VERSION = 1  # of the JSON
 
@@ -31,46 +31,13 @@ def _known(cls: type, data: Mapping[str, Any]) -> Mapping[str, Any]:
     return data if data.keys() <= names else {name: value for name, value in data.items() if name in names}
 
 
-class _FromRaw:
-    """A frozen dataclass that may be made from memory which the engine wrote. A field is taken from there when somebody
-    looks at it: who reads a hundred times a second looks at few. `_strip` removes the defaults from the class, so that
-    `__getattr__` is asked."""
-
-    @classmethod
-    def _strip(cls) -> None:
-        for name in [f.name for f in dataclasses.fields(cast(Any, cls)) if f.name in cls.__dict__]:
-            delattr(cls, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(cast(Any, self))}
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raw = self.__dict__.get("_raw")
-            if raw is None or name not in _field_names(type(self)):
-                raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
-            value = self.__dict__[name] = raw(name)
-            return value
-
-
-_C = TypeVar("_C", bound=_FromRaw)
-
-
-def _lazy(cls: type[_C], raw: Callable[[str], Any], **fields: Any) -> _C:
-    """An object of the class whose other fields are what `raw` says of their names."""
-    made = cls.__new__(cls)
-    made.__dict__.update(fields, _raw=raw)
-    return made
-
-
 def ratio(part: float, whole: float) -> float:
     """part / whole, and 0 where nothing was counted."""
     return part / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
-class Counters(_FromRaw):
+class Counters:
     """Events of one layer, or of all. A lookup is one expert of one layer in one step, whatever the precision."""
 
     lookups: int = 0
@@ -142,7 +109,7 @@ class LayerStats(Counters):
     block: int = -1  # number of the block in the model, as in tensor names
 
 
-_U64 = struct.Struct("@Q")
+_C = TypeVar("_C", bound=Counters)
 
 
 class RawLayout:
@@ -161,44 +128,58 @@ class RawLayout:
         fixed: Mapping[str, Any],
     ) -> None:
         self.head = head  # type and place of the fields in it
-        self.counter_at = {name: i * _U64.size for i, name in enumerate(counters)}  # in a row
+        self.counters = tuple(counters)
+        self.row = struct.Struct(f"@{len(counters)}Q")
         self.blocks = tuple(blocks)
         self.widths = tuple(widths)  # experts of each layer
         self.fixed = dict(fixed)  # fields that no reading changes
-        self.row_size = len(counters) * _U64.size
         self.counters_at = head_size
-        self.total_at = head_size + len(self.blocks) * self.row_size
-        self.resident_at = self.total_at + self.row_size
+        self.total_at = head_size + len(self.blocks) * self.row.size
+        self.resident_at = self.total_at + self.row.size
         self.size = self.resident_at + len(self.blocks) * max(self.widths)
+
+    def counters_of(self, cls: type[_C], data: bytes, at: int) -> _C:
+        """A row of counters, without the price of the frozen class's `__init__`."""
+        made = cls.__new__(cls)
+        made.__dict__.update(zip(self.counters, self.row.unpack_from(data, at), strict=True))
+        return made
 
     def field(self, data: bytes, name: str) -> Any:
         """A field of `CacheStats`."""
+        if name == "total":
+            return self.counters_of(Counters, data, self.total_at)
         if name in self.head:
             kind, at = self.head[name]
             value = kind.unpack_from(data, at)[0]
             return value[: value.index(0)].decode("utf-8", errors="replace") if isinstance(value, bytes) else value
-        if name == "total":
-            return self._counters(Counters, data, self.total_at)
         if name == "layers":
-            starts = range(self.counters_at, self.total_at, self.row_size)
-            return tuple(
-                self._counters(LayerStats, data, at, block=block) for at, block in zip(starts, self.blocks, strict=True)
-            )
+            layers = []
+            for i, block in enumerate(self.blocks):
+                layers.append(self.counters_of(LayerStats, data, self.counters_at + i * self.row.size))
+                layers[i].__dict__["block"] = block
+            return tuple(layers)
         if name == "resident":
             text, width = data[self.resident_at :].decode(), max(self.widths)
             return tuple(text[i * width : i * width + n] for i, n in enumerate(self.widths))
         return self.fixed[name]
 
-    def _counters(self, cls: type[_C], data: bytes, at: int, **more: int) -> _C:
-        def counter(name: str) -> int:
-            i = self.counter_at.get(name)
-            return 0 if i is None else int(_U64.unpack_from(data, at + i)[0])
 
-        return _lazy(cls, counter, **more)
+class _Taken:
+    """A field of `CacheStats` that is taken out of a raw reading when somebody looks; then it lies in the object."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, stats: CacheStats | None, owner: type) -> Any:
+        if stats is None:
+            raise AttributeError(f"'CacheStats' has no value for '{self.name}'")
+        layout, data = stats.__dict__["_raw"]
+        value = stats.__dict__[self.name] = layout.field(data, self.name)
+        return value
 
 
 @dataclass(frozen=True)
-class CacheStats(_FromRaw):
+class CacheStats:
     """The expert cache since the model was loaded, or since `reset_stats()`.
 
     `total` is the sum of `layers`. Fields up to `resident_low` say how things stand, the others count.
@@ -229,10 +210,15 @@ class CacheStats(_FromRaw):
     layers: tuple[LayerStats, ...] = ()
     resident: tuple[str, ...] | None = None  # per layer, a digit per expert: 0 absent, 1 low, 2 high
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _field_names(CacheStats)}
+
     @classmethod
     def from_raw(cls, layout: RawLayout, data: bytes) -> CacheStats:
         """From what the engine wrote; fields are taken apart when somebody looks at them."""
-        return _lazy(cls, functools.partial(layout.field, data))
+        made = cls.__new__(cls)
+        made.__dict__["_raw"] = layout, data
+        return made
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CacheStats:
@@ -320,8 +306,8 @@ class CacheStats(_FromRaw):
         )
 
 
-for _class in (Counters, LayerStats, CacheStats):
-    _class._strip()
+for _name in _field_names(CacheStats):
+    setattr(CacheStats, _name, _Taken(_name))
 
 _COUNTED = (
     *("prompt_tokens", "prompt_us", "decode_tokens", "decode_us", "steps", "failed_steps"),

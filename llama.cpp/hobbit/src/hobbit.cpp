@@ -661,10 +661,20 @@ static void refresh_labels(hobbit_model & model) {
     }
 }
 
-// digits[n_expert]: what is resident of a layer, '0' absent, '1' low, '2' high; a step may be running
+// digits[n_expert]: what is resident of a layer, as hobbit_model::resident says of one expert; a step may be running
 static void resident_digits(const hobbit_model & model, int layer, char * digits) {
-    for (int expert = 0; expert < model.store.layers[layer].n_expert; ++expert) {
-        digits[expert] = (char) ('0' + model.resident(layer, expert));
+    const int n_expert = model.store.layers[layer].n_expert;
+    const hobbit_device_bank * bank = model.devices.bank_of(layer);
+    memset(digits, '0', n_expert);
+    for (int p = HOBBIT_LOW; p <= HOBBIT_HIGH; ++p) {
+        if (!model.uses(p)) {
+            continue;
+        }
+        for (const hobbit_pool * pool : { model.pools[p].pool.get(), bank ? bank->part[p].pool.get() : nullptr }) {
+            for (int expert = 0; pool && expert < n_expert; ++expert) {
+                digits[expert] = pool->find(layer, expert) >= 0 ? (char) ('0' + HOBBIT_PRECISION_LOW + p) : digits[expert];
+            }
+        }
     }
 }
 
