@@ -5,9 +5,11 @@
 #include "cache.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <map>
 #include <random>
+#include <thread>
 #include <vector>
 
 static hobbit_policy_params with(hobbit_policy policy) {
@@ -125,6 +127,45 @@ static void dropped_slot_is_free_again() {
     CHECK(pool.n_used() == 0);
     CHECK(pool.place(0, 6, nullptr, 0, false, &evicted) == slot);
     CHECK(evicted == -1);
+}
+
+static void another_thread_may_ask_while_the_pool_changes() {
+    const int   n_layer = 2, n_expert = 32;
+    hobbit_pool pool(n_layer, n_expert, 16, with(HOBBIT_POLICY_LRU));
+
+    const auto n_found = [&] {
+        int n = 0;
+        for (int key = 0; key < n_layer * n_expert; ++key) {
+            n += pool.find(key / n_expert, key % n_expert) >= 0 ? 1 : 0;
+        }
+        return n;
+    };
+    std::atomic<bool> done { false };
+    std::atomic<int>  n_read { 0 };
+    std::thread reader([&] {
+        while (!done || n_read == 0) {
+            CHECK(pool.n_used() >= 0 && pool.n_used() <= 24);
+            CHECK(n_found() <= n_layer * n_expert);
+            n_read++;
+        }
+    });
+    std::mt19937 rng(1);
+    for (int i = 0; i < 20000; ++i) {
+        const int layer  = (int) (rng() % n_layer);
+        const int expert = (int) (rng() % n_expert);
+        const int slot   = pool.find(layer, expert);
+        if (slot < 0) {
+            place(pool, layer, expert);
+        } else if (rng() % 4 == 0) {
+            pool.drop(slot);
+        }
+        if (i % 100 == 0) {
+            pool.resize(8 + (int) (rng() % 17));
+        }
+        CHECK(pool.n_used() == n_found());
+    }
+    done = true;
+    reader.join();
 }
 
 static void resize_keeps_what_was_touched_last() {
@@ -385,6 +426,7 @@ int main() {
     new_sequence_resets_records_not_contents();
     pinned_slots_stay_and_a_full_pool_says_no();
     dropped_slot_is_free_again();
+    another_thread_may_ask_while_the_pool_changes();
     resize_keeps_what_was_touched_last();
     gate_mass_is_a_decaying_sum();
     for (int policy = HOBBIT_POLICY_HOBBIT; policy < HOBBIT_POLICY_ORACLE; ++policy) {
