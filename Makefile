@@ -128,8 +128,8 @@ test-tsan: build
 	$(call configure,$(BUILD)/tsan,-DHOBBIT_ENGINE_ONLY=ON -DHOBBIT_SANITIZE=thread -DHOBBIT_BUILD_TESTS=ON -DGGML_OPENMP=OFF \
 	    -DGGML_NATIVE=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHOBBIT_LLAMA_CPP_SRC=$(CURDIR)/$(BUILD)/llama.cpp-src)
 	$(call say,engine tests under ThreadSanitizer)
-	@cmake --build $(BUILD)/tsan -j $(JOBS) --target $(addprefix test-,precision cache budget config store loader stream prefetch)
-	@ctest --test-dir $(BUILD)/tsan --output-on-failure --no-tests=error -j $(JOBS) -R '^(precision|cache|budget|config|store|loader|stream|prefetch)$$'
+	@cmake --build $(BUILD)/tsan -j $(JOBS) --target $(addprefix test-,precision cache activations budget config store loader stream prefetch)
+	@ctest --test-dir $(BUILD)/tsan --output-on-failure --no-tests=error -j $(JOBS) -R '^(precision|cache|activations|budget|config|store|loader|stream|prefetch)$$'
 
 .PHONY: test-python
 test-python: build $(if $(wildcard $(HIGH)),$(LOW)) $(VENV)/.stamp-test binding

@@ -38,6 +38,27 @@ def test_the_policy_does_not_matter_to_the_result(exact: RunExact, policy: str) 
     assert result.total("evictions") > 0
 
 
+STRATEGIES = (
+    ("policy=static", "prefetch=off"),
+    ("policy=static", "unit=layer", "prefetch=off"),
+    ("unit=layer",),
+    ("policy=activations", "predictor=activations", "prefetch=2"),
+    ("policy=lru-layer", "prefetch=1"),
+)
+
+
+@pytest.mark.parametrize("options", STRATEGIES, ids=" ".join)
+def test_strategies_of_other_systems_are_exact(exact: RunExact, options: tuple[str, ...]) -> None:
+    hobbit = [word for option in ("precision=high", *options) for word in ("--hobbit", option)]
+    result = exact(HIGH, *TOKENS, "--cache", "40%", *hobbit)
+    assert result.code == EQUAL, result.differences()
+    keeps = "policy=static" in options or "unit=layer" in options
+    assert (result.total("evictions") == 0) == keeps
+    if "unit=layer" in options:  # every expert of every layer, at every step
+        for run in result.runs:
+            assert run["stats"]["total"]["lookups"] == 6 * 16 * run["stats"]["steps"]
+
+
 def test_swapping_two_experts_changes_the_logits_of_stock(exact: RunExact, tmp_path: Path) -> None:
     result = exact(HIGH, "--swap-experts", tmp_path / "swapped.gguf")
     assert result.code == EQUAL, result.differences()

@@ -63,11 +63,14 @@ static void names_are_known_or_listed() {
         CHECK(set(h, "precision", rule).empty());
         CHECK(strcmp(hobbit_rule_name(get(h).thresholds.rule), rule) == 0);
     }
-    for (const char * policy : { "hobbit", "lru", "lfu" }) {
+    for (const char * policy : { "hobbit", "lru", "lfu", "activations", "static" }) {
         CHECK(set(h, "policy", policy).empty());
         CHECK(strcmp(hobbit_policy_name(get(h).policy.policy), policy) == 0);
     }
     CHECK(!set(h, "precision", "medium").empty());
+    CHECK(set(h, "predictor", "activations").empty() && get(h).predictor == HOBBIT_PREDICTOR_ACTIVATIONS);
+    CHECK(set(h, "predictor", "oracle").find("router or activations") != std::string::npos);
+    CHECK(set(h, "unit", "block").find("expert or layer") != std::string::npos);
     CHECK(!get(h).device_cache_auto && get(h).device_cache_off);
     CHECK(set(h, "device-cache", "3GiB").empty());
     CHECK(!get(h).device_cache_auto && !get(h).device_cache_off && get(h).device_cache_bytes == 3ull << 30);
@@ -103,6 +106,15 @@ static void nothing_is_skipped_unless_asked() {
     CHECK(t2({ { "precision", "paper" }, { "t2", "0.8" } }) == 0.8f && t2({ { "t2", "0.8" }, { "precision", "paper" } }) == 0.8f);
 }
 
+static void whole_layers_are_not_for_devices() {
+    const int32_t h = hobbit_config_new();
+    char err[256];
+    CHECK(set(h, "unit", "layer").empty() && hobbit_config_check(h, err, sizeof(err)));
+    set(h, "device-cache", "1GiB");
+    CHECK(!hobbit_config_check(h, err, sizeof(err)));
+    CHECK(strstr(err, "--hobbit-unit") && strstr(err, "--hobbit-device-cache"));
+}
+
 static void every_listed_option_can_be_set() {
     const int32_t h = hobbit_config_new();
     for (int i = 0; i < HOBBIT_N_OPTIONS; ++i) {
@@ -120,6 +132,7 @@ int main() {
     names_are_known_or_listed();
     thresholds_must_be_in_order();
     nothing_is_skipped_unless_asked();
+    whole_layers_are_not_for_devices();
     every_listed_option_can_be_set();
     return check_result("config");
 }

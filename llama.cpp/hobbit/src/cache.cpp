@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <iterator>
 #include <limits>
 
 // share of the old gate mass that is left after a token (HybriMoE's 1 - alpha is not published; docs/policy.md has what was tried)
@@ -11,19 +12,31 @@ static constexpr double MASS_KEPT = 0.9;
 static constexpr double WEIGHT_UNIT = 1 << 24;
 static constexpr double COST_UNIT   = 1 << 10;
 
+// what an expert without any use counts in ACTIVATIONS, so that of those the last layer's goes first
+static constexpr double UNUSED = 1.0 / 256;
+
 static constexpr double UNKNOWN = -std::numeric_limits<double>::infinity(); // lower than every value
 
 //
 // records
 //
 
+static std::atomic<uint64_t> last_generation { 0 };
+
 void hobbit_records::reset(size_t n_keys, bool with_mass) {
-    static std::atomic<uint64_t> last_generation { 0 };
     n_tokens   = 0;
     n_before   = 0;
     generation = ++last_generation;
     entries.assign(n_keys, entry());
     mass.assign(with_mass ? n_keys : 0, UNKNOWN);
+    like.reset();
+}
+
+void hobbit_records::resembles(std::shared_ptr<const hobbit_activation> past) {
+    if (past != like) {
+        like       = std::move(past);
+        generation = ++last_generation;
+    }
 }
 
 void hobbit_records::begin_pass() {
@@ -65,6 +78,9 @@ hobbit_pool::hobbit_pool(int n_layer, int n_expert, int n_slots, const hobbit_po
 }
 
 double hobbit_pool::value_of(int64_t key, const hobbit_records * records) const {
+    if (params.policy == HOBBIT_POLICY_STATIC) {
+        return (double) -key;
+    }
     if (!records) {
         return 0.0;
     }
@@ -77,6 +93,7 @@ double hobbit_pool::value_of(int64_t key, const hobbit_records * records) const 
         case HOBBIT_POLICY_LCU:       return (double) ((int64_t) COST_UNIT * e.high + low_cost * (e.used - e.high));
         case HOBBIT_POLICY_LFRU:      return e.last;
         case HOBBIT_POLICY_GATE_MASS: return records->mass.empty() ? 0.0 : records->mass[key];
+        case HOBBIT_POLICY_ACTIVATIONS: return e.used + (records->like ? records->like->used[key] : 0);
         default:                      return 0.0;
     }
 }
@@ -86,6 +103,7 @@ uint32_t hobbit_pool::group_of(int64_t key, const hobbit_records * records) cons
         case HOBBIT_POLICY_HOBBIT:
         case HOBBIT_POLICY_FLD:
         case HOBBIT_POLICY_LRU_LAYER:
+        case HOBBIT_POLICY_ACTIVATIONS:
         case HOBBIT_POLICY_LCU:       return (uint32_t) (key / n_expert);
         case HOBBIT_POLICY_LFRU:      return records ? records->entries[key].used : 0;
         default:                      return 0;
@@ -97,9 +115,10 @@ double hobbit_pool::score(double value, uint32_t group, int layer, const hobbit_
     switch (params.policy) {
         case HOBBIT_POLICY_HOBBIT:    return n_layer * value + n_tokens * (double) (weight[3] * (n_layer - distance(layer, (int) group)));
         case HOBBIT_POLICY_FLD:       return n_layer - distance(layer, (int) group);
-        case HOBBIT_POLICY_LCU:       return n_tokens > 0 ? value / (COST_UNIT * n_tokens) : 0.0;
+        case HOBBIT_POLICY_LCU:       return value / (COST_UNIT * std::max(n_tokens, 1.0));
         case HOBBIT_POLICY_LRU_LAYER: return -(in_layer[group] + ((int) group == layer ? 1 : 0)); // with what it is about to hold
         case HOBBIT_POLICY_LFRU:      return group / (n_tokens - value + 1.0);
+        case HOBBIT_POLICY_ACTIVATIONS: return (value + UNUSED) * (n_layer - (int) group);
         default:                      return value;
     }
 }
@@ -119,6 +138,7 @@ double hobbit_pool::to_common_units(double score, const hobbit_records * records
         case HOBBIT_POLICY_LFU_MODEL:
         case HOBBIT_POLICY_LHU:       return score / n_tokens;
         case HOBBIT_POLICY_GATE_MASS: return score + n_tokens * std::log2(MASS_KEPT);
+        case HOBBIT_POLICY_ACTIVATIONS: return score / (n_layer * (n_tokens + (records && records->like ? records->like->n_tokens : 0)));
         default:                      return score;
     }
 }
@@ -148,30 +168,35 @@ struct keep_longer {
     }
 };
 
-void hobbit_pool::push(uint32_t group, const item & it) {
-    heap & h = groups[group];
+void hobbit_pool::push(uint64_t place, const item & it) {
+    heap & h = heaps[place];
     h.push_back(it);
     std::push_heap(h.begin(), h.end(), keep_longer());
     n_items++;
+}
+
+// the next look tells where it belongs
+void hobbit_pool::push_unknown(int slot) {
+    const slot_info & s = slots[slot];
+    push(group_of(s.key, nullptr) * std::max<uint64_t>(heaps_of.size(), 1), { UNKNOWN, 0, slot, s.serial });
 }
 
 void hobbit_pool::unpin(int slot) {
     slot_info & s = slots[slot];
     s.pins--;
     if (s.pins == 0 && s.key >= 0 && !s.queued && heaps_valid) {
-        push(params.policy == HOBBIT_POLICY_LFRU ? 0 : group_of(s.key, nullptr), { UNKNOWN, 0, slot, s.serial });
+        push_unknown(slot);
         s.queued = true;
     }
 }
 
 void hobbit_pool::rebuild() {
-    groups.clear();
+    heaps.clear();
     n_items = 0;
     for (int i = 0; i < (int) slots.size(); ++i) {
-        slot_info & s = slots[i];
-        s.queued = s.key >= 0 && s.pins == 0;
-        if (s.queued) {
-            push(params.policy == HOBBIT_POLICY_LFRU ? 0 : group_of(s.key, nullptr), { UNKNOWN, 0, i, s.serial });
+        slots[i].queued = slots[i].key >= 0 && slots[i].pins == 0;
+        if (slots[i].queued) {
+            push_unknown(i);
         }
     }
     heaps_valid = true;
@@ -185,19 +210,26 @@ int hobbit_pool::victim(int layer, const hobbit_records * const * records, int n
             return slot;
         }
     }
-    const bool by_records = params.policy != HOBBIT_POLICY_LRU && params.policy != HOBBIT_POLICY_FLD && params.policy != HOBBIT_POLICY_LRU_LAYER;
     if (params.policy == HOBBIT_POLICY_RANDOM) {
         return victim_random();
     }
-    if (params.policy == HOBBIT_POLICY_ORACLE || (by_records && n_records != 1)) {
+    if (params.policy == HOBBIT_POLICY_ORACLE) {
         return victim_scan(layer, records, n_records);
     }
-    const hobbit_records * r = by_records ? records[0] : nullptr;
-    if (!heaps_valid || heaps_records != (r ? r->generation : 0) || n_items > 2 * slots.size() + 64) {
-        rebuild();
-        heaps_records = r ? r->generation : 0;
+    static constexpr hobbit_policy WITHOUT_RECORDS[] = { HOBBIT_POLICY_LRU, HOBBIT_POLICY_FLD, HOBBIT_POLICY_LRU_LAYER, HOBBIT_POLICY_STATIC };
+    if (std::find(std::begin(WITHOUT_RECORDS), std::end(WITHOUT_RECORDS), params.policy) != std::end(WITHOUT_RECORDS)) {
+        n_records = 0;
     }
-    return victim_heaps(layer, r);
+    const bool same = std::equal(heaps_of.begin(), heaps_of.end(), records, records + n_records,
+            [](uint64_t generation, const hobbit_records * r) { return r->generation == generation; });
+    if (!heaps_valid || !same || n_items > 2 * slots.size() + 64) {
+        heaps_of.clear();
+        for (int i = 0; i < n_records; ++i) {
+            heaps_of.push_back(records[i]->generation);
+        }
+        rebuild();
+    }
+    return victim_heaps(layer, records, n_records);
 }
 
 int hobbit_pool::victim_random() {
@@ -240,16 +272,46 @@ int hobbit_pool::victim_scan(int layer, const hobbit_records * const * records, 
     return slot;
 }
 
-int hobbit_pool::victim_heaps(int layer, const hobbit_records * records) {
+uint64_t hobbit_pool::place_of(int slot, int layer, const hobbit_records * const * records, int n_records, item & it) const {
+    const slot_info & s = slots[slot];
+    uint64_t place = 0;
+    double   most  = 0.0;
+    for (int i = 0; i < std::max(n_records, 1); ++i) {
+        const hobbit_records * r     = n_records > 0 ? records[i] : nullptr;
+        const uint32_t         group = group_of(s.key, r);
+        const double           value = value_of(s.key, r);
+        const double           p     = n_records > 1 ? to_common_units(score(value, group, layer, r), r) : 0.0;
+        if (i == 0 || p > most) {
+            most  = p;
+            place = group * (uint64_t) std::max(n_records, 1) + i;
+            it    = { value, s.stamp, slot, s.serial };
+        }
+    }
+    return place;
+}
+
+int hobbit_pool::victim_heaps(int layer, const hobbit_records * const * records, int n_records) {
     int    slot  = -1;
     double p_min = 0.0;
+    const auto consider = [&](int candidate, double p) {
+        if (slot < 0 || p < p_min || (p == p_min && slots[candidate].stamp < slots[slot].stamp)) {
+            slot  = candidate;
+            p_min = p;
+        }
+    };
+    const hobbit_records * longest = nullptr;
+    for (int i = 0; i < n_records; ++i) {
+        longest = longest && longest->n_tokens >= records[i]->n_tokens ? longest : records[i];
+    }
 
     std::vector<item> kept;
-    for (auto it = groups.begin(); it != groups.end();) {
-        const uint32_t group = it->first;
-        heap &         h     = it->second;
+    for (auto it = heaps.begin(); it != heaps.end();) {
+        const uint64_t         place = it->first;
+        const uint32_t         group = (uint32_t) (place / std::max(n_records, 1));
+        const hobbit_records * r     = n_records > 0 ? records[place % n_records] : nullptr;
+        heap &                 h     = it->second;
         // frequencies rise from group to group: when even the oldest use would score higher, all that follow do
-        if (slot >= 0 && params.policy == HOBBIT_POLICY_LFRU && score(0.0, group, layer, records) > p_min) {
+        if (slot >= 0 && params.policy == HOBBIT_POLICY_LFRU && score(0.0, group, layer, longest) > p_min) {
             break;
         }
         kept.clear();
@@ -258,44 +320,42 @@ int hobbit_pool::victim_heaps(int layer, const hobbit_records * records) {
             slot_info & s   = slots[top.slot];
 
             looked_at++;
-            const bool gone = s.serial != top.serial;
-            if (!gone && s.pins == 0) {
-                const item     now       = { value_of(s.key, records), s.stamp, top.slot, s.serial };
-                const uint32_t now_group = group_of(s.key, records);
-                if (now.value == top.value && now.stamp == top.stamp && now_group == group) {
-                    const double p_least = score(now.value, group, layer, records); // of all that is left in this group
-                    if (slot >= 0 && (p_least > p_min || (p_least == p_min && now.stamp > slots[slot].stamp))) {
-                        break;
-                    }
-                    const double p = p_least + bonus(s.key, layer, records);
-                    std::pop_heap(h.begin(), h.end(), keep_longer());
-                    h.pop_back();
-                    n_items--;
-                    kept.push_back(now);
-                    if (slot < 0 || p < p_min || (p == p_min && now.stamp < slots[slot].stamp)) {
-                        slot  = now.slot;
-                        p_min = p;
-                    }
-                    if (p == p_least) {
-                        break;
-                    }
-                    continue;
+            const bool     gone  = s.serial != top.serial;
+            const bool     ready = !gone && s.pins == 0;
+            item           now   = top;
+            const uint64_t to    = ready ? place_of(top.slot, layer, records, n_records, now) : place;
+            const bool     moves = to != place || now.value != top.value || now.stamp != top.stamp;
+
+            double p_least = 0.0; // of all that is left in this heap
+            if (ready && !moves) {
+                p_least = to_common_units(score(now.value, group, layer, r), r);
+                if (slot >= 0 && (p_least > p_min || (p_least == p_min && now.stamp > slots[slot].stamp))) {
+                    break;
                 }
-                std::pop_heap(h.begin(), h.end(), keep_longer());
-                h.pop_back();
-                n_items--;
-                push(now_group, now);
-                continue;
             }
             std::pop_heap(h.begin(), h.end(), keep_longer());
             h.pop_back();
             n_items--;
-            s.queued = gone ? s.queued : false; // unpin() brings it back
+            if (moves) {
+                push(to, now);
+                if (to < place) { // that heap has had its turn
+                    consider(top.slot, priority(top.slot, layer, records, n_records));
+                }
+            } else if (ready) {
+                const double p = priority(top.slot, layer, records, n_records);
+                kept.push_back(now);
+                consider(top.slot, p);
+                if (p == p_least) {
+                    break;
+                }
+            } else {
+                s.queued = gone ? s.queued : false; // unpin() brings it back
+            }
         }
         for (const item & i : kept) {
-            push(group, i);
+            push(place, i);
         }
-        it = h.empty() ? groups.erase(it) : std::next(it);
+        it = h.empty() ? heaps.erase(it) : std::next(it);
     }
     return slot;
 }
@@ -308,6 +368,9 @@ void hobbit_pool::set_slot(int64_t key, int slot) {
 
 int hobbit_pool::place(int layer, int expert, const hobbit_records * const * records, int n_records, bool evict, int64_t * evicted) {
     *evicted = -1;
+    if (params.policy == HOBBIT_POLICY_STATIC && key(layer, expert) >= slots.size()) {
+        return -1;
+    }
 
     int slot = -1;
     if (!free_slots.empty()) {

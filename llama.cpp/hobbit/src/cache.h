@@ -9,8 +9,8 @@
 // Finding the victim. Scores change with every token and layer, so that no one order of the slots lasts. But what a score is made
 // of only grows while a sequence runs, and within one group of slots (a layer; for LFRU, equal frequency) the rest of the score is
 // the same for all. So each group has a heap by that growing part, whose entries may be out of date but never too high; the best
-// of the tops, brought up to date, is the slot that a look at every slot would find. With records of several sequences at once
-// there is no such order, and every slot is looked at.
+// of the tops, brought up to date, is the slot that a look at every slot would find. With several sequences at once the highest
+// score counts: each group has a heap for each sequence, of the slots whose highest score was that sequence's when last looked at.
 
 #pragma once
 
@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -37,6 +38,8 @@ enum hobbit_policy : int8_t {
     HOBBIT_POLICY_GATE_MASS, // gate weight, with exponential decay per token, as HybriMoE does
     HOBBIT_POLICY_LRU_LAYER, // least recently used of the layer that holds most: as many for each layer
     HOBBIT_POLICY_RANDOM,
+    HOBBIT_POLICY_ACTIVATIONS, // least used by the sequence and the past one that it resembles, the last layers' first (MoE-Infinity)
+    HOBBIT_POLICY_STATIC,    // none goes: the first layers' experts have a slot, the others never get one
     HOBBIT_POLICY_ORACLE,    // whatever hobbit_pool::oracle says: the simulator only
 };
 
@@ -50,6 +53,12 @@ struct hobbit_policy_params {
     uint32_t seed     = 1;     // of RANDOM
 };
 
+// how often a past sequence used each expert, by key (activations.h)
+struct hobbit_activation {
+    uint32_t              n_tokens = 0;
+    std::vector<uint32_t> used;
+};
+
 // what one sequence did with every expert; key = layer * n_expert + expert
 struct hobbit_records {
     struct entry {
@@ -59,11 +68,13 @@ struct hobbit_records {
     };
     uint32_t            n_tokens   = 0; // T
     uint32_t            n_before   = 0; // T when the running pass began
-    uint64_t            generation = 0; // another one after each reset, over all records of the process
+    uint64_t            generation = 0; // another one after each reset and for each past sequence, over all records of the process
     std::vector<entry>  entries;
     std::vector<double> mass;           // log2 of the gate weight seen, each token's worth more than the last's; empty: not kept
+    std::shared_ptr<const hobbit_activation> like; // the past sequence that this one resembles; NULL: none
 
     void reset(size_t n_keys, bool with_mass = false);
+    void resembles(std::shared_ptr<const hobbit_activation> past);
     void begin_pass(); // before the tokens of a step are added
     void use(size_t key, bool high, float weight = 0.0f);
 };
@@ -81,7 +92,8 @@ class hobbit_pool {
     int find(int layer, int expert) const { return slot_of[key(layer, expert)].load(std::memory_order_relaxed); } // -1: not resident
 
     // a slot for (layer, expert), which must not be resident: a free one, else the unpinned slot with the lowest priority if
-    // evict is true, else -1. The slot comes back pinned once. evicted: the key that had to go, or -1.
+    // evict is true, else -1 (so for STATIC, if the expert is none of the first). The slot comes back pinned once. evicted: the
+    // key that had to go, or -1.
     int place(int layer, int expert, const hobbit_records * const * records, int n_records, bool evict, int64_t * evicted);
 
     std::vector<int> by_last_touch() const; // the slots in use, latest first
@@ -140,14 +152,17 @@ class hobbit_pool {
     double   score   (double value, uint32_t group, int layer, const hobbit_records * records) const;
     double   bonus   (int64_t key, int layer, const hobbit_records * records) const;
     double   to_common_units(double score, const hobbit_records * records) const;
+    // where an entry of the slot belongs, and what it says: of the sequence whose score without bonus is the highest
+    uint64_t place_of(int slot, int layer, const hobbit_records * const * records, int n_records, item & it) const;
     int      distance(int from, int to) const { return (to - from + n_layer) % n_layer; }
 
-    void push(uint32_t group, const item & it);
+    void push(uint64_t place, const item & it);
+    void push_unknown(int slot);
     void rebuild();
     int  victim       (int layer, const hobbit_records * const * records, int n_records);
     int  victim_random();
     int  victim_scan  (int layer, const hobbit_records * const * records, int n_records) const;
-    int  victim_heaps (int layer, const hobbit_records * records);
+    int  victim_heaps (int layer, const hobbit_records * const * records, int n_records);
 
     int n_layer;
     int n_expert;
@@ -165,8 +180,8 @@ class hobbit_pool {
     uint64_t               random;     // state of the generator
     mutable uint64_t       looked_at = 0;
 
-    std::map<uint32_t, heap> groups;
-    size_t                   n_items       = 0;
-    bool                     heaps_valid   = false;
-    uint64_t                 heaps_records = 0; // generation of the records that values were taken from
+    std::map<uint64_t, heap> heaps;         // by group * sequences + sequence
+    size_t                   n_items     = 0;
+    bool                     heaps_valid = false;
+    std::vector<uint64_t>    heaps_of;      // generations of the records that values were taken from
 };

@@ -45,7 +45,7 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
         "`hobbit quality --profile` measured on this pair; needs --hobbit-profile"),
     HOBBIT_OPTION("policy", "POLICY", "NAME",
         "which expert leaves the cache first: hobbit (weighted score, see --hobbit-weights), lru, lfu, lfu-model, lhu, fld, lcu,\n"
-        "lfru, gate-mass, lru-layer, random (default: hobbit)"),
+        "lfru, gate-mass, lru-layer, random, activations, static (default: hobbit)"),
     HOBBIT_OPTION("weights", "WEIGHTS", "A,B,C,D",
         "weights of recency, frequency, high-precision frequency and layer distance in the score of --hobbit-policy hobbit;\n"
         "scaled to sum to 1 (default: 0.25,0.25,0.25,0.25)"),
@@ -54,6 +54,12 @@ static const hobbit_option options[HOBBIT_N_OPTIONS] = {
     HOBBIT_OPTION("prefetch", "PREFETCH", "N",
         "read experts that the next N layers are likely to choose while this one computes: 0 to 8, off, or auto, which looks up\n"
         "to 2 layers ahead for as long as it pays (default: auto)"),
+    HOBBIT_OPTION("predictor", "PREDICTOR", "NAME",
+        "who names the experts to read ahead: router (the next layer's, asked with this layer's input), or activations (the past\n"
+        "request whose use of experts resembles this one's most; for comparison) (default: router)"),
+    HOBBIT_OPTION("unit", "UNIT", "NAME",
+        "what is read where an expert is missing: expert (it alone), or layer (every expert of its layer, at each step, and the\n"
+        "next layer ahead; nothing is evicted; for comparison) (default: expert)"),
     HOBBIT_OPTION("io", "IO", "MODE",
         "how experts are read: direct (past the page cache), uring (the same through io_uring, if the kernel has it), buffered\n"
         "(through the page cache), or auto: direct unless memory has room for all experts beside the cache (default: auto)"),
@@ -192,12 +198,16 @@ static const char * repack_names[] = { "auto", "on", "off" };                 //
 static const char * prefill_names[] = { "highest", "mass", "low" };           // in the order of hobbit_prefill
 static const char * miss_names   [] = { "load", "cpu", "auto" };              // in the order of hobbit_miss
 // in the order of hobbit_policy
-static const char * policy_names[] = { "hobbit", "lru", "lfu", "lfu-model", "lhu", "fld", "lcu", "lfru", "gate-mass", "lru-layer", "random" };
+static const char * policy_names[] = { "hobbit", "lru", "lfu", "lfu-model", "lhu", "fld", "lcu", "lfru", "gate-mass", "lru-layer", "random",
+                                      "activations", "static" };
+static const char * predictor_names[] = { "router", "activations" }; // in the order of hobbit_predictor
+static const char * unit_names[]      = { "expert", "layer" };       // in the order of hobbit_unit
 
 const char * hobbit_rule_name  (hobbit_rule rule)     { return rule_names[rule]; }
 const char * hobbit_policy_name(hobbit_policy policy) { return policy_names[policy]; }
 const char * hobbit_prefill_name(hobbit_prefill prefill) { return prefill_names[prefill]; }
 const char * hobbit_miss_name(hobbit_miss miss) { return miss_names[miss]; }
+const char * hobbit_unit_name   (hobbit_unit unit)       { return unit_names[unit]; }
 
 template <typename T, size_t N>
 static bool parse_name(const char * text, const char * const (&names)[N], T & out) {
@@ -261,7 +271,7 @@ bool hobbit_config_apply(hobbit_config & config, const std::string & name, const
         want = "on or off";
     } else if (is("policy")) {
         ok   = parse_name(value, policy_names, c->policy.policy);
-        want = "hobbit, lru, lfu, lfu-model, lhu, fld, lcu, lfru, gate-mass, lru-layer or random";
+        want = "hobbit, lru, lfu, lfu-model, lhu, fld, lcu, lfru, gate-mass, lru-layer, random, activations or static";
     } else if (is("weights")) {
         ok   = parse_weights(value, c->policy);
         want = "four numbers >= 0, not all 0, with commas: recency,frequency,high-frequency,distance";
@@ -274,6 +284,12 @@ bool hobbit_config_apply(hobbit_config & config, const std::string & name, const
         ok   = c->prefetch_adaptive || strcmp(value, "off") == 0 || (parse_float(value, 0.0f, 8.0f, n) && n == std::floor(n));
         want = "auto, off, or a whole number from 0 to 8";
         c->prefetch_depth = c->prefetch_adaptive ? 2 : (int) n;
+    } else if (is("predictor")) {
+        ok   = parse_name(value, predictor_names, c->predictor);
+        want = "router or activations";
+    } else if (is("unit")) {
+        ok   = parse_name(value, unit_names, c->unit);
+        want = "expert or layer";
     } else if (is("io")) {
         ok   = parse_name(value, io_names, c->io);
         want = "auto, direct, buffered or uring";
@@ -312,6 +328,10 @@ bool hobbit_config_fits(const hobbit_config & config, std::string & err) {
     }
     if (config.miss != HOBBIT_MISS_LOAD && config.device_cache_off) {
         err = hobbit_format("--hobbit-miss %s needs --hobbit-device-cache SIZE or auto: without it the CPU computes every expert", hobbit_miss_name(config.miss));
+        return false;
+    }
+    if (config.unit == HOBBIT_UNIT_LAYER && !config.device_cache_off) {
+        err = "--hobbit-unit layer is for experts that the CPU computes: leave out --hobbit-device-cache";
         return false;
     }
     if (config.quality_budget >= 0.0f) {

@@ -19,6 +19,18 @@ enum hobbit_io : int8_t {
     HOBBIT_IO_URING,    // past it, through io_uring if the kernel has it
 };
 
+// who says what the next layers will want
+enum hobbit_predictor : int8_t {
+    HOBBIT_PREDICTOR_ROUTER,      // the next layer's router, from this layer's input
+    HOBBIT_PREDICTOR_ACTIVATIONS, // the past request that the running one resembles
+};
+
+// what is read where an expert is missing
+enum hobbit_unit : int8_t {
+    HOBBIT_UNIT_EXPERT,
+    HOBBIT_UNIT_LAYER, // all experts of its layer, chosen or not
+};
+
 enum hobbit_repack : int8_t {
     HOBBIT_REPACK_AUTO, // as the model's other weights: unless --no-repack
     HOBBIT_REPACK_ON,
@@ -54,6 +66,10 @@ struct hobbit_config {
 
     int         prefetch_depth    = 2;    // layers to look ahead, at most
     bool        prefetch_adaptive = true; // else always that many
+    hobbit_predictor predictor    = HOBBIT_PREDICTOR_ROUTER;
+    hobbit_unit      unit         = HOBBIT_UNIT_EXPERT;
+
+    bool keeps_activations() const { return policy.policy == HOBBIT_POLICY_ACTIVATIONS || predictor == HOBBIT_PREDICTOR_ACTIVATIONS; }
 
     hobbit_io   io         = HOBBIT_IO_AUTO;
     int         io_threads = 4;
@@ -78,6 +94,7 @@ const char * hobbit_rule_name  (hobbit_rule rule);
 const char * hobbit_policy_name(hobbit_policy policy);
 const char * hobbit_prefill_name(hobbit_prefill prefill);
 const char * hobbit_miss_name(hobbit_miss miss);
+const char * hobbit_unit_name   (hobbit_unit unit);
 
 // copies msg into the C API's err buffer; returns false, so that a caller can return it
 bool hobbit_fail(char * err, size_t err_size, const std::string & msg);

@@ -204,8 +204,8 @@ static std::string describe(const hobbit_model & model) {
     return text + hobbit_format("  %-10s %s\n", "prefetch",
             !model.no_prediction.empty() ? ("off: " + model.no_prediction).c_str() :
             config.prefetch_depth == 0   ? "off" :
-            hobbit_format("%s %d layers ahead, router bank %.1f MiB", config.prefetch_adaptive ? "up to" : "always", config.prefetch_depth,
-                    mib(model.routers->bytes())).c_str());
+            hobbit_format("%s %d layers ahead, %s", config.prefetch_adaptive ? "up to" : "always", config.prefetch_depth,
+                    model.routers ? hobbit_format("router bank %.1f MiB", mib(model.routers->bytes())).c_str() : "by past requests").c_str());
 }
 
 // direct or buffered reads; before slots are sized, since direct reads want room for alignment
@@ -242,6 +242,10 @@ static void choose_io(hobbit_model & model, const bool * in_use) {
 static void start_prediction(hobbit_model & model) {
     if (model.config.prefetch_depth == 0) {
         model.governor.init(0, false);
+        return;
+    }
+    if (model.config.predictor == HOBBIT_PREDICTOR_ACTIVATIONS) {
+        model.governor.init(model.config.prefetch_depth, model.config.prefetch_adaptive);
         return;
     }
     auto routers = std::make_unique<hobbit_router_bank>();
@@ -366,6 +370,13 @@ static std::string profile_text(const hobbit_model & model) {
     for (const std::string & line : model.profile_settings) {
         text += line + "\n";
     }
+    for (const auto & past : model.activations.all()) {
+        text += hobbit_format("past %u", past->n_tokens);
+        for (size_t key = 0; key < past->used.size(); ++key) {
+            text += past->used[key] > 0 ? hobbit_format(" %zu:%u", key, past->used[key]) : "";
+        }
+        text += "\n";
+    }
     for (int p = HOBBIT_HIGH; p >= HOBBIT_LOW; --p) {
         if (!model.uses(p)) {
             continue;
@@ -424,6 +435,41 @@ static bool apply_profile(hobbit_model & model, const bool * in_use, std::string
     return true;
 }
 
+static void trace_past(const hobbit_model & model, const hobbit_activation & past) {
+    if (!model.trace) {
+        return;
+    }
+    hobbit_records records;
+    records.reset(past.used.size());
+    records.n_tokens = past.n_tokens;
+    for (size_t key = 0; key < past.used.size(); ++key) {
+        records.entries[key] = { past.used[key] > 0 ? 1u : 0u, past.used[key], 0 };
+    }
+    const std::vector<uint8_t> payload = hobbit_trace_records(-1, records);
+    model.trace->event(HOBBIT_TRACE_RECORDS, HOBBIT_TRACE_PAST, 0, 0, 0, 0, payload.data(), payload.size());
+}
+
+// a profile's line "past TOKENS KEY:USES ..."; one that means nothing is passed over
+static void load_past(hobbit_model & model, const std::string & line) {
+    auto past = std::make_shared<hobbit_activation>();
+    past->used.resize(model.n_keys());
+    std::istringstream in(line.substr(strlen("past ")));
+    bool     ok = (bool) (in >> past->n_tokens);
+    size_t   key;
+    uint32_t used;
+    char     colon;
+    while (ok && in >> key >> colon >> used) {
+        ok = key < past->used.size() && colon == ':';
+        if (ok) {
+            past->used[key] = used;
+        }
+    }
+    if (ok && in.eof()) {
+        model.activations.add(past);
+        trace_past(model, *past);
+    }
+}
+
 // starts the reads of what the profile names, as far as there are slots; says in model.warm what came of it
 static void load_profile(hobbit_model & model) {
     const std::string & path = model.config.profile_path;
@@ -443,6 +489,12 @@ static void load_profile(hobbit_model & model) {
     while (std::getline(in, line)) {
         char name[8];
         int  layer, expert;
+        if (line.rfind("past ", 0) == 0) {
+            if (model.config.keeps_activations()) {
+                load_past(model, line);
+            }
+            continue;
+        }
         if (sscanf(line.c_str(), "%7s %d %d", name, &layer, &expert) != 3 || layer < 0 || layer >= model.store.n_layer() ||
             expert < 0 || expert >= model.store.layers[layer].n_expert) {
             continue;
@@ -514,8 +566,8 @@ static std::string trace_head(const hobbit_model & model) {
             config.thresholds.t1, config.thresholds.t2, config.renormalise, config.deterministic);
     text += hobbit_format("policy %s\nweights %.9g %.9g %.9g %.9g\nlow_cost %.9g\nseed %u\nlow_share %.9g\n", hobbit_policy_name(policy.policy),
             policy.w_lru, policy.w_lfu, policy.w_lhu, policy.w_fld, policy.low_cost, policy.seed, config.low_share);
-    text += hobbit_format("prefetch %d\nadaptive %d\n", model.routers ? config.prefetch_depth : 0, config.prefetch_adaptive);
-    text += hobbit_format("prefill_precision %s\n", hobbit_prefill_name(config.prefill));
+    text += hobbit_format("prefetch %d\nadaptive %d\n", model.predicts() ? config.prefetch_depth : 0, config.prefetch_adaptive);
+    text += hobbit_format("prefill_precision %s\nunit %s\n", hobbit_prefill_name(config.prefill), hobbit_unit_name(config.unit));
     return text + hobbit_format("rows_evict_max %lld\nrows_predict_max %lld\n\n", (long long) HOBBIT_ROWS_EVICT_MAX, (long long) HOBBIT_ROWS_PREDICT_MAX);
 }
 
@@ -576,6 +628,7 @@ static bool finish(hobbit_model & model, const gguf_context * meta, int32_t n_ex
         return false;
     }
 
+    model.activations.init(model.store.n_layer(), model.store.n_expert());
     choose_io(model, in_use);
     start_prediction(model);
 
@@ -859,12 +912,20 @@ void hobbit_context_free(hobbit_context * ctx) {
     if (listed) {
         const auto [stats, labels] = snapshot(*ctx);
         std::lock_guard<std::mutex> lock(ctx->model->step_mutex);
+        for (const auto & [seq_id, records] : ctx->records) {
+            if (ctx->model->config.keeps_activations()) {
+                ctx->model->activations.add(records); // for the profile
+            }
+        }
         report(*ctx, stats, labels, true);
     }
     delete ctx;
 }
 
 static void reset_records(hobbit_context & ctx, hobbit_records & records, int32_t seq_id) {
+    if (ctx.model->config.keeps_activations()) {
+        ctx.model->activations.add(records);
+    }
     records.reset(ctx.model->n_keys(), ctx.model->config.policy.policy == HOBBIT_POLICY_GATE_MASS);
     if (ctx.model->trace) {
         ctx.model->trace->event(HOBBIT_TRACE_SEQUENCE, ctx.trace_id, 0, 0, 0, 0, &seq_id, sizeof(seq_id));
@@ -1031,6 +1092,9 @@ void hobbit_step_begin(hobbit_context * ctx, const hobbit_ubatch * ubatch) {
         if (std::find(ctx->step_records.begin(), ctx->step_records.end(), &records) == ctx->step_records.end()) {
             ctx->step_records.push_back(&records);
             records.begin_pass();
+            if (ctx->model->config.keeps_activations()) {
+                records.resembles(ctx->model->activations.nearest(records));
+            }
             ctx->step_seqs.push_back(ubatch->seq_id[i]);
         }
         records.n_tokens++;
@@ -1356,6 +1420,9 @@ bool hobbit_trace_start(hobbit_context * ctx, const char * path, char * err, siz
         model.trace->event(HOBBIT_TRACE_RECORDS, context, 0, 0, 0, 0, payload.data(), payload.size());
     };
     write_records(HOBBIT_TRACE_MODEL, -1, model.totals);
+    for (const auto & past : model.activations.all()) {
+        trace_past(model, *past);
+    }
     for (const auto & [seq_id, records] : ctx->records) {
         write_records(ctx->trace_id, seq_id, records);
     }

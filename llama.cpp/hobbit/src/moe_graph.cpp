@@ -243,7 +243,7 @@ struct whereabouts {
 };
 
 static bool is_large(const hobbit_model & model, int layer, int64_t n_rows) {
-    return hobbit_is_large(n_rows, HOBBIT_ROWS_EVICT_MAX, model.n_expert_used, model.store.layers[layer].n_expert);
+    return model.config.unit == HOBBIT_UNIT_LAYER || hobbit_is_large(n_rows, HOBBIT_ROWS_EVICT_MAX, model.n_expert_used, model.store.layers[layer].n_expert);
 }
 
 static whereabouts find_copies(hobbit_model & model, int layer, int expert, bool on_device) {
@@ -338,6 +338,12 @@ static void route_experts(hobbit_route & route, const ggml_tensor * ids, const g
         const whereabouts copies = find_copies(model, route.layer, choice.id, on_device);
         choice.given = choose(model, copies, choice.wanted);
         choice.state = hobbit_trace_state(0, choice.given, copies.in[HOBBIT_LOW], copies.in[HOBBIT_HIGH]);
+    }
+    for (int id = 0; model.config.unit == HOBBIT_UNIT_LAYER && id < n_expert; ++id) {
+        if (index[id] < 0) {
+            const hobbit_precision given = model.uses(HOBBIT_HIGH) ? HOBBIT_PRECISION_HIGH : HOBBIT_PRECISION_LOW;
+            choices.push_back({ id, given, given, 0, 0, 0, false, 0.0 });
+        }
     }
     if (model.trace) {
         for (size_t i = 0; i < ctx.selections.ids.size(); ++i) {
@@ -566,7 +572,8 @@ static bool touches_all(const hobbit_context & ctx, int layer) {
 
 void hobbit_expect_first(hobbit_context & ctx, int64_t n_rows) {
     const hobbit_model & model = *ctx.model;
-    if (n_rows * model.n_expert_used >= HOBBIT_SELECTED_LARGE * model.store.layers[0].n_expert && touches_all(ctx, 0) && model.store.n_layer() > 1) {
+    const bool many = model.config.unit == HOBBIT_UNIT_LAYER || n_rows * model.n_expert_used >= HOBBIT_SELECTED_LARGE * model.store.layers[0].n_expert;
+    if (many && touches_all(ctx, 0) && model.store.n_layer() > 1) {
         expect_layer(ctx, 0, {}, true);
     }
 }
@@ -596,8 +603,25 @@ static void route_expect(hobbit_route & route, const ggml_tensor * cur, int n_us
     expect_layer(ctx, to, mass, touches_all(ctx, route.layer));
 }
 
+// what a row will want of a layer ahead, by the configured predictor; cur: the router's input, if that needs it
+static void predict(const hobbit_route & route, int to, const ggml_tensor * cur, int64_t row, int64_t n_rows, int n_used, int32_t * ids, float * weights) {
+    const hobbit_context & ctx   = *route.ctx;
+    const hobbit_model &   model = *ctx.model;
+    if (model.config.predictor == HOBBIT_PREDICTOR_ROUTER) {
+        model.routers->predict(route.layer, to, (const float *) ((const char *) cur->data + row*cur->nb[1]), n_used, ids, weights);
+        return;
+    }
+    const auto records = ctx.records.find(row_sequence(ctx, row, n_rows));
+    if (records != ctx.records.end() && records->second.like) {
+        hobbit_activations_predict(*records->second.like, (size_t) to * model.store.n_expert(), model.store.layers[to].n_expert, n_used, ids, weights);
+    } else {
+        std::iota(ids, ids + n_used, 0);
+        std::fill(weights, weights + n_used, 0.0f);
+    }
+}
+
 // reads ahead for the next layers, as far as the governor looks and while what they want is resident
-static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_used) {
+static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_used, int64_t n_rows) {
     hobbit_context & ctx   = *route.ctx;
     hobbit_model &   model = *ctx.model;
 
@@ -612,12 +636,15 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
         }
         std::vector<hobbit_step_expert> loading;
         ctx.selections.clear();
-        for (int64_t row = 0; row < cur->ne[1]; ++row) {
-            const int seq = step_sequence(ctx, row_sequence(ctx, row, cur->ne[1]));
-            model.routers->predict(route.layer, to, (const float *) ((const char *) cur->data + row*cur->nb[1]), n_used, ids.data(), weights.data());
+        for (int64_t row = 0; row < n_rows; ++row) {
+            const int seq = step_sequence(ctx, row_sequence(ctx, row, n_rows));
+            predict(route, to, cur, row, n_rows, n_used, ids.data(), weights.data());
             hobbit_precision_score(model.config.thresholds, weights.data(), n_used, asked.data());
             for (int k = 0; k < n_used; ++k) {
-                const whereabouts      copies = find_copies(model, to, ids[k], hobbit_device_takes(model, to, cur->ne[1]));
+                if (weights[k] == 0.0f && model.config.predictor == HOBBIT_PREDICTOR_ACTIVATIONS) {
+                    asked[k] = HOBBIT_PRECISION_SKIP; // the past request did not use it
+                }
+                const whereabouts      copies = find_copies(model, to, ids[k], hobbit_device_takes(model, to, n_rows));
                 const hobbit_precision given  = choose(model, copies, asked[k]);
                 if (model.trace) {
                     ctx.selections.add(ids[k], weights[k], hobbit_trace_state(asked[k], given, copies.in[HOBBIT_LOW], copies.in[HOBBIT_HIGH]));
@@ -629,7 +656,7 @@ static void route_prefetch(hobbit_route & route, const ggml_tensor * cur, int n_
                 // another row has asked for it: it has a slot, with the bytes of who had that before
                 const bool comes = std::any_of(loading.begin(), loading.end(),
                         [&](const hobbit_step_expert & e) { return e.id == ids[k] && e.precision == precision; });
-                if (!comes && hobbit_device_ahead(ctx, to, ids[k], precision, cur->ne[1])) {
+                if (!comes && hobbit_device_ahead(ctx, to, ids[k], precision, n_rows)) {
                     continue;
                 }
                 hobbit_pool & pool      = *model.pools[precision].pool;
@@ -725,7 +752,7 @@ static void route_compute_any(ggml_tensor * dst, const ggml_tensor * ids, const 
         thread_local std::vector<hobbit_precision> chosen;
         chosen.assign(ctx.model->store.layers[route.layer].n_expert, HOBBIT_PRECISION_SKIP);
         for (const route_choice & choice : choices) {
-            chosen[choice.id] = choice.given;
+            chosen[choice.id] = choice.n_selected > 0 ? choice.given : HOBBIT_PRECISION_SKIP;
         }
         hobbit_settle_predicted(ctx, route.layer, chosen.data());
 
@@ -744,8 +771,9 @@ static void route_compute_any(ggml_tensor * dst, const ggml_tensor * ids, const 
         }
 
         cur = route.predicts ? cur : nullptr;
-        if (cur && ctx.model->governor.depth() > 0 && ids->ne[1] <= HOBBIT_ROWS_PREDICT_MAX) {
-            route_prefetch(route, cur, (int) ids->ne[0]);
+        const bool predicts = cur || ctx.model->config.predictor == HOBBIT_PREDICTOR_ACTIVATIONS;
+        if (predicts && ctx.model->governor.depth() > 0 && ids->ne[1] <= HOBBIT_ROWS_PREDICT_MAX) {
+            route_prefetch(route, cur, (int) ids->ne[0], ids->ne[1]);
         }
         if (is_large(*ctx.model, route.layer, ids->ne[1])) {
             route.share_chosen = (float) choices.size() / ctx.model->store.layers[route.layer].n_expert;

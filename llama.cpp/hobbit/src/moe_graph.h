@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "activations.h"
 #include "banks.h"
 #include "cache.h"
 #include "config.h"
@@ -98,6 +99,7 @@ struct hobbit_model {
     hobbit_governor                     governor;
     int                                 n_contexts = 0;
     hobbit_records                      totals;  // of all sequences since the load; guarded by step_mutex
+    hobbit_activations                  activations; // of past requests, if the configuration asks for them; guarded by step_mutex
 
     // held for the length of a step: steps of one model never overlap, which is what makes pins and ring simple
     std::mutex step_mutex;
@@ -108,6 +110,7 @@ struct hobbit_model {
 
     size_t n_keys() const { return (size_t) store.n_layer() * store.n_expert(); }
     bool   uses(int precision) const { return pools[precision].pool != nullptr; }
+    bool   predicts() const { return routers || (config.predictor == HOBBIT_PREDICTOR_ACTIVATIONS && config.prefetch_depth > 0); }
     // the best copy of an expert that has a slot; any thread may ask
     hobbit_precision resident(int layer, int expert) const;
     // where the place for role's weights in a slot begins

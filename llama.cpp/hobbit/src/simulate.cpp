@@ -12,6 +12,7 @@
 
 #include "hobbit.h"
 
+#include "activations.h"
 #include "budget.h"
 #include "cache.h"
 #include "config.h"
@@ -59,10 +60,12 @@ struct replay_settings {
     int                  prefetch         = 0;
     bool                 adaptive         = false;
     hobbit_prefill       prefill          = HOBBIT_PREFILL_HIGHEST;
+    hobbit_unit          unit             = HOBBIT_UNIT_EXPERT;
     int64_t              rows_evict_max   = 32;
     int64_t              rows_predict_max = 8;
 
-    bool     recorded      = true; // no setting differs from the trace's
+    bool     recorded       = true;  // no setting differs from the trace's
+    bool     counterfactual = false; // another precision might have been computed, and the router's choices be others
     double   bandwidth     = 0.0;  // bytes per us; 0: reads take no time
     double   latency_us    = 0.0;
     double   compute_us    = 0.0;  // of a layer, without waiting
@@ -126,6 +129,16 @@ static bool parse_prefill(const std::string & text, hobbit_prefill & prefill) {
     return false;
 }
 
+static bool parse_unit(const std::string & text, hobbit_unit & unit) {
+    for (hobbit_unit u : { HOBBIT_UNIT_EXPERT, HOBBIT_UNIT_LAYER }) {
+        if (text == hobbit_unit_name(u)) {
+            unit = u;
+            return true;
+        }
+    }
+    return false;
+}
+
 // one setting; false: the value will not do. known: set to false if there is no such setting
 static bool parse_setting(replay_settings & s, const std::string & name, std::istringstream & in, bool & known) {
     std::string text;
@@ -144,6 +157,7 @@ static bool parse_setting(replay_settings & s, const std::string & name, std::is
     if (is("prefetch"))         { return read_values(in, &s.prefetch, 1) && s.prefetch >= 0; }
     if (is("adaptive"))         { return read_values(in, &s.adaptive, 1); }
     if (is("prefill_precision")) { return read_values(in, &text, 1) && parse_prefill(text, s.prefill); }
+    if (is("unit"))             { return read_values(in, &text, 1) && parse_unit(text, s.unit); }
     if (is("rows_evict_max"))   { return read_values(in, &s.rows_evict_max, 1); }
     if (is("rows_predict_max")) { return read_values(in, &s.rows_predict_max, 1); }
     if (is("bandwidth"))        { return read_values(in, &s.bandwidth, 1) && s.bandwidth >= 0.0; }
@@ -468,6 +482,9 @@ class replay_run {
   private:
     bool uses(int precision) const { return pools[precision] != nullptr; }
     int64_t key_of(int layer, int expert) const { return (int64_t) layer * trace.n_expert + expert; }
+    bool is_large(int layer, int64_t n_rows) const {
+        return s.unit == HOBBIT_UNIT_LAYER || hobbit_is_large(n_rows, s.rows_evict_max, s.n_expert_used, trace.layers[layer].n_expert);
+    }
     int64_t link_key(int layer, int expert, int precision) const { return key_of(layer, expert) * HOBBIT_N_PRECISIONS + precision; }
 
     replay_context &      context(const replay_record & record);
@@ -492,6 +509,7 @@ class replay_run {
     std::unique_ptr<hobbit_pool> pools[HOBBIT_N_PRECISIONS];
     std::map<int, replay_context> contexts;
     hobbit_records          totals;
+    hobbit_activations      activations; // of past requests, for their policy
     hobbit_governor         governor;
     replay_link             link;
     double                  now      = 0.0; // us
@@ -514,6 +532,7 @@ replay_run::replay_run(const hobbit_replay & trace, const replay_settings & sett
         }
     }
     totals.reset(trace.layers.size() * (size_t) trace.n_expert);
+    activations.init((int) trace.layers.size(), trace.n_expert);
     governor.init(s.prefetch, s.adaptive);
     link.bandwidth     = s.bandwidth;
     link.latency_us    = s.latency_us;
@@ -713,7 +732,7 @@ void replay_run::place(replay_context & ctx, int layer, int64_t n_rows, std::vec
             ready_at = std::max(ready_at, link.demand(key, link.left[key], now));
         }
     }
-    const bool large = hobbit_is_large(n_rows, s.rows_evict_max, s.n_expert_used, trace.layers[layer].n_expert);
+    const bool large = is_large(layer, n_rows);
     int n_admit[HOBBIT_N_PRECISIONS] = { INT_MAX, INT_MAX };
     if (large) {
         std::stable_sort(missing.begin(), missing.end(), [](const auto & a, const auto & b) { return std::get<2>(a) > std::get<2>(b); });
@@ -780,6 +799,9 @@ void replay_run::look_ahead(replay_context & ctx, size_t i, int64_t n_rows) {
             for (uint32_t j = 0; j < sel.n_used; ++j) {
                 const size_t at = (size_t) row * sel.n_used + j;
                 const int    id = sel.id(at);
+                if (w[j] == 0.0f && (sel.state[at] & 3) == HOBBIT_PRECISION_SKIP) {
+                    asked[j] = HOBBIT_PRECISION_SKIP; // the predictor knew nothing of it
+                }
                 const hobbit_precision given = choose(to, id, asked[j], sel.state[at]);
                 if (given == HOBBIT_PRECISION_SKIP) {
                     continue;
@@ -851,7 +873,7 @@ void replay_run::route(replay_context & ctx, size_t i) {
             totals.use(key_of(layer, id), asked[k] == HOBBIT_PRECISION_HIGH);
         }
     }
-    if (hobbit_is_large(sel.n_rows, s.rows_evict_max, s.n_expert_used, trace.layers[layer].n_expert)) {
+    if (is_large(layer, sel.n_rows)) {
         std::vector<hobbit_precision> wanted;
         std::vector<double>           mass;
         for (const auto & choice : choices) {
@@ -868,6 +890,11 @@ void replay_run::route(replay_context & ctx, size_t i) {
         auto & choice = choices[c];
         std::get<1>(choice) = choose(layer, std::get<0>(choice), std::get<1>(choice), state[c]);
         chosen[std::get<0>(choice)] = std::get<1>(choice);
+    }
+    for (int id = 0; s.unit == HOBBIT_UNIT_LAYER && id < (int) index.size(); ++id) {
+        if (index[id] < 0) {
+            choices.emplace_back(id, uses(HOBBIT_HIGH) ? HOBBIT_PRECISION_HIGH : HOBBIT_PRECISION_LOW, 0, 0.0);
+        }
     }
     link.advance(now);
     settle(ctx, layer, chosen.data());
@@ -895,6 +922,9 @@ void replay_run::step_begin(replay_context & ctx, const replay_record & record) 
         if (std::find(ctx.step_records.begin(), ctx.step_records.end(), &records) == ctx.step_records.end()) {
             ctx.step_records.push_back(&records);
             records.begin_pass();
+            if (s.policy.policy == HOBBIT_POLICY_ACTIVATIONS) {
+                records.resembles(activations.nearest(records));
+            }
         }
         records.n_tokens++;
     }
@@ -942,6 +972,9 @@ void replay_run::run() {
             case HOBBIT_TRACE_SEQUENCE: {
                 int32_t seq_id;
                 memcpy(&seq_id, record.payload, sizeof(seq_id));
+                if (s.policy.policy == HOBBIT_POLICY_ACTIVATIONS) {
+                    activations.add(context(record).records[seq_id]);
+                }
                 context(record).records[seq_id].reset(totals.entries.size(), s.policy.policy == HOBBIT_POLICY_GATE_MASS);
                 segments.push_back({ total(), { now, stall_us } });
                 break;
@@ -950,6 +983,10 @@ void replay_run::run() {
                 hobbit_records records;
                 int32_t        seq_id;
                 if (hobbit_trace_parse_records(record.payload, record.head.size, totals.entries.size(), s.policy.policy == HOBBIT_POLICY_GATE_MASS, seq_id, records)) {
+                    if (record.head.context == HOBBIT_TRACE_PAST) {
+                        activations.add(records);
+                        break;
+                    }
                     (record.head.context == HOBBIT_TRACE_MODEL ? totals : context(record).records[seq_id]) = records;
                 }
                 break;
@@ -1012,8 +1049,8 @@ double replay_run::penalty(const hobbit_counters & c) const {
 
 std::string replay_run::to_json() const {
     const hobbit_counters sum = total();
-    std::string text = hobbit_format("{\"recorded\": %s, \"divergences\": %" PRIu64 ", \"slots_low\": %d, \"slots_high\": %d, \"penalty\": %.6f, \"time_us\": %.1f, \"stall_us\": %.1f,\n",
-            s.recorded ? "true" : "false", divergences, s.n_slots[HOBBIT_LOW], s.n_slots[HOBBIT_HIGH], penalty(sum), now, stall_us);
+    std::string text = hobbit_format("{\"recorded\": %s, \"counterfactual\": %s, \"divergences\": %" PRIu64 ", \"slots_low\": %d, \"slots_high\": %d, \"penalty\": %.6f, \"time_us\": %.1f, \"stall_us\": %.1f,\n",
+            s.recorded ? "true" : "false", s.counterfactual ? "true" : "false", divergences, s.n_slots[HOBBIT_LOW], s.n_slots[HOBBIT_HIGH], penalty(sum), now, stall_us);
     text += hobbit_format(" \"depth\": %d, \"total\": {%s},\n \"contexts\": [", governor.depth(), hobbit_counters_to_json(sum).c_str());
     const char * sep = "";
     for (const auto & [id, ctx] : contexts) {
@@ -1062,6 +1099,17 @@ static bool plan_slots(const hobbit_replay & r, replay_settings & s, std::string
     return true;
 }
 
+// whether every expert gets the precision that it got when the trace was written, whatever the cache holds
+static bool keeps_precision(const replay_settings & before, const replay_settings & now) {
+    const hobbit_thresholds & a = before.thresholds;
+    const hobbit_thresholds & b = now.thresholds;
+    if (a.rule != b.rule || a.rule == HOBBIT_RULE_HIGH || a.rule == HOBBIT_RULE_LOW) {
+        return a.rule == b.rule;
+    }
+    return before.deterministic && now.deterministic && a.t1 == b.t1 && a.t2 == b.t2 && before.prefill == now.prefill &&
+            before.rows_evict_max == now.rows_evict_max;
+}
+
 size_t hobbit_replay_run(const hobbit_replay * replay, const char * settings, char * buf, size_t buf_size, char * err, size_t err_size) {
     replay_settings s = replay->settings;
     std::istringstream lines(settings ? settings : "");
@@ -1092,6 +1140,7 @@ size_t hobbit_replay_run(const hobbit_replay * replay, const char * settings, ch
             return 0;
         }
     }
+    s.counterfactual = !s.recorded && !keeps_precision(replay->settings, s);
     replay_run run(*replay, s);
     run.run();
     const std::string text = run.to_json();

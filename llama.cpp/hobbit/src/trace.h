@@ -16,6 +16,7 @@
 
 constexpr int HOBBIT_TRACE_VERSION = 1;
 constexpr int HOBBIT_TRACE_MODEL   = 0xffff; // the context of records that are the model's
+constexpr int HOBBIT_TRACE_PAST    = 0xfffe; // and of those of a past request
 
 enum hobbit_trace_type : uint8_t {
     HOBBIT_TRACE_STEP        = 1,  // a ubatch begins
