@@ -5,6 +5,7 @@
     bench/simulate.py generate mixtral|fine OUT   routing made to the published statistics of locality
     bench/simulate.py compare TRACE...            penalty of each policy at 10 to 50 % of the experts' bytes
     bench/simulate.py sweep TRACE                 split and thresholds
+    bench/simulate.py split TRACE...              what a split of the cache that moves could gain over a fixed one
     bench/simulate.py timing TRACE                prefetch depth, with reads that can be interrupted or not
 
 Half of the sequences (the first) fit the weights of Eq. 3; numbers are of the other half, with 95 % intervals from
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from hobbit_py.calibrate import fit_weights, penalties, ratio_interval, record  # noqa: E402
-from hobbit_py.replay import POLICIES, Replay  # noqa: E402
+from hobbit_py.replay import POLICIES, Replay, caveat  # noqa: E402
 from hobbit_py.trace import Layer, Trace, TraceWriter  # noqa: E402
 
 SIZES = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -234,6 +235,8 @@ def compare_one(name: str, trace: Trace, replay: Replay, args: argparse.Namespac
             total = results[0]["total"]
             hits[label][size] = total["hits"] / max(total["lookups"] - total["skips"], 1)
     print(f"\n### {name}: {n_sequences - half} sequences; fitted weights {', '.join(map(str, fitted))}\n")
+    if note := caveat(results[0]):
+        print(f"{note}\n")
     print("| penalty relative to LRU, % | " + " | ".join(f"{100 * s:.0f} %" for s in args.sizes) + " |")
     print("|---" * (len(args.sizes) + 1) + "|")
     for label in table:
@@ -301,7 +304,8 @@ def sweep(args: argparse.Namespace) -> None:
             costs = []
             for share in shares:
                 settings = {"cache_bytes": int(size * all_bytes(trace)), "low_share": share, "policy": args.policy}
-                costs.append(replay.run(deterministic=args.deterministic, prefetch=0, **settings)["penalty"])
+                result = replay.run(deterministic=args.deterministic, prefetch=0, **settings)
+                costs.append(result["penalty"])
             least = min(costs)
             print(
                 f"| {100 * size:.0f} % | "
@@ -319,6 +323,52 @@ def sweep(args: argparse.Namespace) -> None:
             read = (total["read_bytes_high"] + total["read_bytes_low"]) / 2**20
             hit = 100 * total["hits"] / (total["lookups"] - total["skips"])
             print(f"| {t1}, {t2} | {mix} | {hit:.1f} % | {result['penalty']:.0f} | {read:.0f} |")
+        print(f"\n{caveat(result)}")
+
+
+def split(args: argparse.Namespace) -> None:
+    """The best fixed share of low copies against the default, and against the best share of each window of the text.
+
+    The latter is a bound from below on what a moving border costs: each window counts as if its share had held all
+    along and moving the border cost nothing.
+    """
+    shares = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
+    print("| | precision | " + " | ".join(f"{100 * s:.0f} %" for s in SIZES) + " |")
+    print("|---" * (len(SIZES) + 2) + "|")
+    notes = set()
+    for path in args.traces:
+        trace = Trace.load(path)
+        with Replay(path) as replay:
+            for label, settings in (
+                ("T2 0.9", {}),
+                ("T2 0.9, deterministic", {"deterministic": True}),
+                ("T2 1", {"t2": 1.0}),
+                ("T2 1, deterministic", {"t2": 1.0, "deterministic": True}),
+            ):
+                cells = []
+                for size in SIZES:
+                    base = {
+                        "deterministic": False,
+                        "prefetch": 0,
+                        "cache_bytes": int(size * all_bytes(trace)),
+                        **settings,
+                    }
+                    results = [replay.run(**base, low_share=share) for share in shares]
+                    notes |= {caveat(r) for r in results}
+                    by_sequence = np.array([penalties(r) for r in results])  # [share, sequence]
+                    per_window = max(1, args.window // args.length)
+                    starts = np.arange(0, by_sequence.shape[1], per_window)
+                    windows = np.add.reduceat(by_sequence, starts, axis=1)
+                    totals = windows.sum(axis=1)
+                    best = int(totals.argmin())
+                    default = totals[shares.index(0.2)] / totals[best] - 1
+                    moving = windows.min(axis=0).sum() / totals[best] - 1
+                    cells.append(f"{shares[best]:g}: {100 * default:+.1f}, {100 * moving:+.1f}")
+                print(f"| {path.stem} | {label} | " + " | ".join(cells) + " |", flush=True)
+    print(
+        "\nbest fixed share: penalty of the default 0.2, and of the best share of each window, relative to that, in %"
+    )
+    print(f"windows of {args.window} tokens; {'; '.join(sorted(n for n in notes if n))}")
 
 
 def timing(args: argparse.Namespace) -> None:
@@ -351,6 +401,7 @@ def timing(args: argparse.Namespace) -> None:
                 print(
                     f"| {bandwidth:g} | {'interruptible' if interruptible else 'whole'} | " + " | ".join(cells) + " |"
                 )
+    print(f"\n{caveat(result)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -386,6 +437,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sub.add_argument("trace", type=Path)
     sub.add_argument("--policy", default="hobbit")
     sub.add_argument("--deterministic", action="store_true")
+    sub = command("split", split)
+    sub.add_argument("traces", type=Path, nargs="+")
+    sub.add_argument("--window", type=int, default=512, help="tokens")
+    sub.add_argument("--length", type=int, default=128, help="tokens of a sequence of the trace")
     sub = command("timing", timing)
     sub.add_argument("trace", type=Path)
     sub.add_argument("--policy", default="hobbit")

@@ -2,10 +2,10 @@
 
 The model reads the text once, one token per step, and writes a trace; everything after that is replay on the engine's
 own cache (`hobbit_py.replay`). T1 and T2 are quantiles of the unimportance score, as HOBBIT took them (67 % high, 97
-% not skipped). Policy, weights of Eq. 3 and the share of low copies minimise the miss penalty on the first part of
-the text; the rest says whether that helps. The prefetch depth minimises the time that the simulator's model of one
-link gives. What was chosen goes to a profile as lines `set NAME VALUE`, which --hobbit-profile applies where no
-option says otherwise.
+% not skipped), or those that move the fewest bytes within a perplexity budget (`hobbit_py.quality`). Policy, weights
+of Eq. 3 and the share of low copies minimise the miss penalty on the first part of the text; the rest says whether
+that helps. The prefetch depth minimises the time that the simulator's model of one link gives. What was chosen goes
+to a profile as lines `set NAME VALUE`, which --hobbit-profile applies where no option says otherwise.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hobbit_py import quality
 from hobbit_py.hobbit import Hobbit
-from hobbit_py.replay import POLICIES, Replay
+from hobbit_py.replay import POLICIES, Replay, caveat
 from hobbit_py.stats import Placement
 from hobbit_py.trace import Trace
 
@@ -145,6 +146,7 @@ def calibrate(
     sequences: int = 40,
     length: int = 128,
     bandwidth: float = 1000.0,
+    perplexity_budget: float | None = None,
     threads: int | None = None,
 ) -> Calibration:
     """Chooses settings for a model on a text and writes them to a profile.
@@ -154,23 +156,65 @@ def calibrate(
         sequences: pieces of the text; the first half calibrates, the second half judges.
         length: tokens of each.
         bandwidth: of the disk or link, MB/s (bytes per microsecond), for the prefetch depth.
+        perplexity_budget: rise of the text's perplexity, in percent, up to which T1 and T2 save bytes; None: quantiles.
 
     Raises:
         ValueError: the model or the text will not do.
         OSError: a file cannot be read or written.
     """
+    if perplexity_budget is not None and (low is None or not 0 <= perplexity_budget <= 1000):
+        raise ValueError("a perplexity budget is percent from 0 to 1000, and needs a low-precision file: --low FILE")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.trace"
+        thresholds = None
+        if perplexity_budget is not None and low is not None:
+            pair, work = (Path(model), Path(low)), Path(folder) / "quality"
+            thresholds = within_budget(*pair, Path(text), work, perplexity_budget, sequences * length, threads)
         placement = record(model, text, file, sequences=sequences, length=length, threads=threads, low=low, cache=cache)
         trace = Trace.load(file)
         with Replay(file) as replay:
-            result = _choose(replay, trace, sequences // 2, bandwidth)
+            result = _choose(replay, trace, sequences // 2, bandwidth, thresholds)
     _write_profile(profile, placement, trace, result.settings)
     result.lines.append(f"written to {os.fspath(profile)}")
     return result
 
 
-def _choose(replay: Replay, trace: Trace, half: int, bandwidth: float) -> Calibration:
+@dataclass(frozen=True)
+class Thresholds:
+    """T1 and T2, and how they were found."""
+
+    t1: float
+    t2: float
+    why: str
+
+
+def within_budget(
+    model: Path, low: Path, text: Path, work: Path, budget: float, tokens: int, threads: int | None
+) -> Thresholds:
+    """Of the measured thresholds, those that move the fewest bytes while perplexity plus a standard error stays within.
+
+    About `tokens` of the text are read for each. Exact (1, 1) where nothing else is within the budget, in percent.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    chunks = max(2, tokens // 256)
+    run = quality.Measurement(model, text, work, low=low, context=256, chunks=chunks, caches=(), threads=threads or 0)
+    names = [f"model+file@{t}" for t in ("paper", "quantile", "noskip", *quality.CALIBRATION)]
+    results = list(run.results([quality.parse_setting(name) for name in names]))
+    within = [r for r in results if r.decode.ppl_percent + r.decode.ppl_percent_se <= budget]
+    said = f"perplexity budget {budget:g} %, {len(results)} pairs of thresholds measured"
+    if not within:
+        return Thresholds(1.0, 1.0, f"{said}, none within it: everything in high precision")
+    best = min(within, key=lambda r: r.bytes_per_token)
+    d = best.decode
+    rise = f"{d.ppl_percent:+.3f} % (standard error {d.ppl_percent_se:.3f})"
+    return Thresholds(best.setting.t1, best.setting.t2, f"{said}: the fewest bytes within it cost {rise}")
+
+
+def _choose(
+    replay: Replay, trace: Trace, half: int, bandwidth: float, thresholds: Thresholds | None = None
+) -> Calibration:
     result = Calibration()
     say = result.lines.append
     two = trace.settings["slots_low"][0] > 0 and trace.settings["slots_high"][0] > 0
@@ -179,7 +223,11 @@ def _choose(replay: Replay, trace: Trace, half: int, bandwidth: float) -> Calibr
     n_bytes = sum(trace.settings[f"slots_{p}"][0] * trace.settings[f"slots_{p}"][1] for p in ("low", "high"))
     if two:
         base["cache_bytes"] = n_bytes
-        t1, t2 = np.quantile(unimportance(trace), [0.67, 0.97])
+        if thresholds is None:
+            t1, t2 = np.quantile(unimportance(trace), [0.67, 0.97])
+        else:
+            t1, t2 = thresholds.t1, thresholds.t2
+            say(thresholds.why)
         before = _mix(replay.run(**{**base, "deterministic": True}))
         base |= {"t1": f"{t1:.3f}", "t2": f"{max(t1, t2):.3f}"}
         mix = _mix(replay.run(**{**base, "deterministic": True}))
@@ -212,7 +260,8 @@ def _choose(replay: Replay, trace: Trace, half: int, bandwidth: float) -> Calibr
         result.settings["weights"] = ",".join(map(str, weights))
         say(f"weights {result.settings['weights']} (recency, frequency, high-precision frequency, layer distance)")
 
-    ours = penalties(replay.run(**{**base, **chosen}))[half:]
+    last = replay.run(**{**base, **chosen})
+    ours = penalties(last)[half:]
     theirs = penalties(replay.run(**defaults))[half:]
     r, least, most = ratio_interval(ours, theirs)
     gain = f"{100 * (r - 1):+.1f} % [{100 * (least - 1):+.1f}, {100 * (most - 1):+.1f}] of the defaults' penalty"
@@ -234,6 +283,8 @@ def _choose(replay: Replay, trace: Trace, half: int, bandwidth: float) -> Calibr
             + f" at {bandwidth:g} MB/s"
         )
         result.settings["prefetch"] = str(depth)
+    if note := caveat(last):
+        say(note)
     return result
 
 

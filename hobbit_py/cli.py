@@ -245,6 +245,12 @@ def calibrate(
     sequences: Annotated[int, typer.Option(min=4, help="pieces of the text; half of them judge")] = 40,
     length: Annotated[int, typer.Option(min=8, help="tokens of each")] = 128,
     bandwidth: Annotated[float, typer.Option(min=1.0, help="of disk or link, MB/s, for the prefetch depth")] = 1000.0,
+    perplexity_budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, metavar="PERCENT", help="T1 and T2 by measured perplexity, up to this rise; not quantiles"
+        ),
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Choose thresholds, policy, split and prefetch depth for a model on a text; say what they gain."""
@@ -257,6 +263,7 @@ def calibrate(
         sequences=sequences,
         length=length,
         bandwidth=bandwidth,
+        perplexity_budget=perplexity_budget,
         threads=threads,
     )
     print("\n".join(result.lines))

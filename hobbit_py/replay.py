@@ -13,7 +13,21 @@ from typing import Any
 
 from hobbit_py import _lib
 
-POLICIES = ("random", "lru", "lfu", "lfu-model", "lhu", "fld", "hobbit", "lcu", "lfru", "gate-mass", "lru-layer")
+POLICIES = (
+    "random",
+    "lru",
+    "lfu",
+    "lfu-model",
+    "lhu",
+    "fld",
+    "hobbit",
+    "lcu",
+    "lfru",
+    "gate-mass",
+    "lru-layer",
+    "activations",
+    "static",
+)
 
 
 class Replay:
@@ -49,6 +63,10 @@ class Replay:
                 prefetch, adaptive, seed; belady as a policy; bandwidth (bytes per microsecond), latency_us,
                 compute_us (of a layer), interruptible, block_bytes. None given: the trace's, exactly.
 
+        Returns:
+            The engine's JSON. `recorded` says that no setting was given, `counterfactual` that precisions may differ
+            from those of the run, so that its router might have chosen otherwise (see `caveat`).
+
         Raises:
             ValueError: a setting will not do.
         """
@@ -63,6 +81,16 @@ class Replay:
                 result: dict[str, Any] = json.loads(buffer.value)
                 return result
             size = need + 1
+
+
+def caveat(result: dict[str, Any]) -> str:
+    """What a report of this replay has to say; "" where the run would have made the same choices."""
+    if not result["counterfactual"]:
+        return ""
+    return (
+        "counterfactual: the router's choices are those of the recorded run; with these settings experts may get other "
+        "precisions, and the router may choose otherwise (not if the run and the replay are deterministic, or exact)"
+    )
 
 
 def _text(value: Any) -> str:

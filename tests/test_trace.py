@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from conftest import BUILD, ROOT, finish, program
 
 from hobbit_py import Hobbit, _lib
 from hobbit_py import trace as trace_
-from hobbit_py.replay import POLICIES, Replay
+from hobbit_py.replay import POLICIES, Replay, caveat
 from hobbit_py.trace import Layer, Trace, TraceWriter
 
 HIGH = ROOT / "models/tiny-moe/tiny-moe-F16.gguf"
@@ -76,12 +77,28 @@ SMALL = ["--hobbit-low", LOW, "--hobbit-precision", "paper", "--hobbit-cache", "
         ["--hobbit-policy", "lfru", "--hobbit-prefetch", "8"],
         ["--hobbit-policy", "gate-mass", "--hobbit-weights", "1,2,3,4"],
         ["--hobbit-policy", "random", "-ub", "4"],
+        ["--hobbit-policy", "activations", "--hobbit-predictor", "activations", "--hobbit-prefetch", "2"],
+        ["--hobbit-policy", "static", "--hobbit-low-share", "0.4"],
+        [
+            "--hobbit-policy",
+            "static",
+            "--hobbit-unit",
+            "layer",
+            "--hobbit-precision",
+            "high",
+            "--hobbit-prefetch",
+            "off",
+        ],
+        ["--hobbit-unit", "layer", "--hobbit-prefetch", "1"],
     ],
     ids=lambda options: " ".join(map(str, options)) or "defaults",
 )
 def test_replay_with_the_recorded_settings_gives_the_engines_counters(tmp_path: Path, options: list[object]) -> None:
     trace, stats = record(tmp_path, *SMALL, *options)
-    assert stats["total"]["misses_high"] > 0 and stats["total"]["evictions"] > 0  # type: ignore[index]
+    total = stats["total"]
+    assert isinstance(total, dict)
+    assert total["misses_high"] > 0
+    assert (total["evictions"] > 0) == ("static" not in options and "layer" not in options)
     assert_replay_equals(trace, stats)
 
 
@@ -91,6 +108,26 @@ def test_replay_of_many_sequences_and_long_ubatches(tmp_path: Path) -> None:
     trace, stats = record(tmp_path, *options, tool="llama-perplexity")
     assert stats["total"]["streamed"] > 0  # type: ignore[index]
     assert_replay_equals(trace, stats)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_replay_says_when_it_is_counterfactual(tmp_path: Path, deterministic: bool) -> None:
+    trace, _ = record(tmp_path, *SMALL, *(["--hobbit-deterministic"] if deterministic else []))
+    with Replay(trace) as replay:
+        assert not caveat(replay.run())
+        for other in ({"policy": "lru"}, {"cache_bytes": 4 << 20}):
+            assert ("counterfactual" in caveat(replay.run(**other))) != deterministic
+        for other in ({"t1": 0.5}, {"rule": "high"}):  # other precisions, whatever the cache holds
+            assert caveat(replay.run(**other))
+    done = finish(sys.executable, ROOT / "bench/simulate.py", "timing", trace, "--bandwidth", 1000)
+    assert done.returncode == 0, done.stderr
+    assert "counterfactual" in done.stdout  # it replays as by default: what is resident counts
+
+
+def test_an_exact_run_is_never_counterfactual(tmp_path: Path) -> None:
+    trace, _ = record(tmp_path, "--hobbit-precision", "high", "--hobbit-cache", "8MiB")
+    with Replay(trace) as replay:
+        assert not caveat(replay.run(policy="lru", cache_bytes=4 << 20))
 
 
 def test_trace_is_what_its_page_says(tmp_path: Path) -> None:
@@ -200,12 +237,15 @@ def test_time_of_a_link_is_latency_and_bytes(tmp_path: Path) -> None:
     assert result["time_us"] == pytest.approx(result["stall_us"] + 3 * 7)
 
 
-@pytest.mark.parametrize("policy", ["hobbit", "lfu-model", "gate-mass"])
+@pytest.mark.parametrize("policy", ["hobbit", "lfu-model", "gate-mass", "activations"])
 def test_a_trace_may_begin_in_the_middle_of_a_run(tmp_path: Path, policy: str) -> None:
     error = ctypes.create_string_buffer(1024)
     file = tmp_path / "middle.trace"
     with Hobbit(HIGH, low=LOW, cache="8MiB", policy=policy, n_ctx=128, n_threads=2, verbose=False) as llm:
         tokens = llm.tokenize(TEXT.read_bytes()[:600])[:60]
+        for first in range(4):  # requests that are over
+            llm.eval(tokens[10 * first : 10 * first + 20])
+            llm.reset()  # type: ignore[no-untyped-call]
         llm.eval(tokens[:30])
         with llm._engine() as ctx:
             assert _lib.lib.hobbit_trace_start(ctx, bytes(file), error, len(error)), error.value

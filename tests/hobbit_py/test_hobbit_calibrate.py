@@ -51,6 +51,24 @@ def test_a_calibrated_profile_is_what_the_engine_then_does(tmp_path: Path) -> No
         Hobbit(HIGH, **options)
 
 
+def test_thresholds_keep_a_perplexity_budget(tmp_path: Path) -> None:
+    options = {"low": LOW, "cache": "12MiB", "sequences": 8, "length": 64, "threads": 2}
+    chosen = {}
+    for budget in (0.0, 0.5, 100.0):
+        result = calibrate(HIGH, TEXT, tmp_path / f"{budget}.profile", perplexity_budget=budget, **options)
+        chosen[budget] = float(result.settings["t1"]), float(result.settings["t2"])
+        said = result.lines[0]
+        assert said.startswith(f"perplexity budget {budget:g} %, 9 pairs of thresholds measured")
+        if found := re.search(r"cost ([+-][\d.]+) % \(standard error ([\d.]+)\)", said):
+            assert float(found[1]) + float(found[2]) <= budget + 1e-3
+        else:
+            assert chosen[budget] == (1.0, 1.0)
+    assert chosen[100.0] == (0.3, 0.8)  # the fewest bytes of all
+    assert chosen[0.5] != chosen[100.0]
+    with pytest.raises(ValueError, match="--low FILE"):
+        calibrate(HIGH, TEXT, tmp_path / "out", perplexity_budget=1.0)
+
+
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("In the beginning God created the heaven and the earth.")
