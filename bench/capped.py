@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,7 @@ class Side:
     read_ahead_kib: int = 128
     capped: bool = True
     reference: str = ""  # the uncapped side that tells what computing takes
+    profile: Path | None = None  # of --hobbit-profile, which every run gets as it was
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     bytes_per_token: list[float] = field(default_factory=list)
@@ -86,6 +88,8 @@ def run(side: Side, args: argparse.Namespace, tokens: int, memory: int | None, r
         command = [args.bin / "llama-completion", "-m", args.model, "-no-cnv", "-p", args.prompt, "-n", tokens]
         command += ["--ignore-eos", "--temp", 0, "-t", args.threads, "-c", args.context, "-b", 512, "-ub", 512]
         command += ["-lv", 4, "--no-warmup", "--no-display-prompt", *side.options]
+        if side.profile:
+            command += ["--hobbit-profile", shutil.copy(side.profile, scratch)]
         if any(option.startswith("--hobbit") for option in side.options):
             command += ["--hobbit-stats", stats, "--hobbit-trace", trace]
         drop_caches()

@@ -13,6 +13,7 @@ other precision wherever it is used.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ import numpy as np
 import torch
 import transformers
 from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+
+import gguf_to_hf
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -71,55 +76,25 @@ class MixedExperts(torch.nn.Module):
 
 
 def build(high: Path, low: Path, wrong: tuple[int, int] | None) -> Any:
-    meta = {name: field.contents() for name, field in gguf.GGUFReader(high).fields.items()}
-    arch = meta["general.architecture"]
-    assert arch == "qwen3moe", f"{high}: {arch}; this check knows qwen3moe"
-
-    def key(name: str) -> Any:
-        return meta[f"{arch}.{name}"]
-
     w, w_low = weights(high), weights(low)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=w["token_embd.weight"].shape[0],
-        hidden_size=key("embedding_length"),
-        intermediate_size=key("feed_forward_length"),
-        moe_intermediate_size=key("expert_feed_forward_length"),
-        num_hidden_layers=key("block_count"),
-        num_attention_heads=key("attention.head_count"),
-        num_key_value_heads=key("attention.head_count_kv"),
-        head_dim=key("attention.key_length"),
-        num_experts=key("expert_count"),
-        num_experts_per_tok=key("expert_used_count"),
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        rms_norm_eps=key("attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": key("rope.freq_base")},
-        max_position_embeddings=key("context_length"),
-        tie_word_embeddings="output.weight" not in w,
-        attn_implementation="eager",
-    )
+    config = transformers.Qwen3MoeConfig(**gguf_to_hf.config(gguf.GGUFReader(high)), attn_implementation="eager")
     model = transformers.Qwen3MoeForCausalLM(config).float().eval()
 
-    def put(parameter: torch.nn.Parameter, name: str) -> None:
-        assert parameter.shape == w[name].shape, f"{name}: {tuple(w[name].shape)}, {tuple(parameter.shape)} wanted"
-        parameter.data.copy_(w[name])
+    parameters = dict(model.named_parameters())
 
-    put(model.model.embed_tokens.weight, "token_embd.weight")
-    put(model.model.norm.weight, "output_norm.weight")
-    if "output.weight" in w:
-        put(model.lm_head.weight, "output.weight")
+    def put(ours: str, theirs: str) -> None:
+        parameter = parameters[ours]
+        assert parameter.shape == w[theirs].shape, (
+            f"{theirs}: {tuple(w[theirs].shape)}, {tuple(parameter.shape)} wanted"
+        )
+        parameter.data.copy_(w[theirs])
+
+    for ours, theirs in (gguf_to_hf.GLOBAL | gguf_to_hf.HEAD).items():
+        if theirs in w:
+            put(ours, theirs)
     for i, layer in enumerate(model.model.layers):
-        attn = layer.self_attn
-        put(layer.input_layernorm.weight, f"blk.{i}.attn_norm.weight")
-        put(layer.post_attention_layernorm.weight, f"blk.{i}.ffn_norm.weight")
-        put(attn.q_proj.weight, f"blk.{i}.attn_q.weight")
-        put(attn.k_proj.weight, f"blk.{i}.attn_k.weight")
-        put(attn.v_proj.weight, f"blk.{i}.attn_v.weight")
-        put(attn.o_proj.weight, f"blk.{i}.attn_output.weight")
-        put(attn.q_norm.weight, f"blk.{i}.attn_q_norm.weight")
-        put(attn.k_norm.weight, f"blk.{i}.attn_k_norm.weight")
-        put(layer.mlp.gate.weight, f"blk.{i}.ffn_gate_inp.weight")
+        for ours, theirs in gguf_to_hf.LAYER.items():
+            put(f"model.layers.{i}.{ours}", f"blk.{i}.{theirs}")
         roles = [f"blk.{i}.ffn_{role}_exps.weight" for role in ("gate", "up", "down")]
         sets = {2: tuple(w[r] for r in roles), 1: tuple(w_low[r] for r in roles)}
         layer.mlp.experts = MixedExperts(sets, wrong[1] if wrong and wrong[0] == i else None)
