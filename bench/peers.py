@@ -139,6 +139,8 @@ def run(
             peer.dtype,
         ]
         command += ["--tokens", args.tokens, "--threads", args.threads, "--device", device, "--scratch", scratch]
+        for lock in (VENV / "extensions").rglob("lock"):
+            lock.unlink()  # of a compilation that was killed: the next would wait for it forever
         drop_caches()
         cage = Cage(memory, None, device)
         try:

@@ -8,7 +8,8 @@ formats and I/O are this engine's (docs/policy.md says what each loads and evict
 (bench/peers.py), in float16; one that cannot run says why. MiB per token are what the disk read while decoding; "as
 stock" is how many tokens, from the first on, are those of stock llama.cpp.
 
-With --json a round is added to what the file holds, so that five calls with --rounds 1 make one table. `--smallest`
+With --json a round is added to what the file holds, so that five calls with --rounds 1 make one table; --rounds 0
+prepares, or prints the table again. `--smallest`
 instead looks for the smallest cap, in steps of the model's size, at which each peer runs.
 """
 
@@ -20,7 +21,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ STRATEGIES = {
     "HOBBIT": "--hobbit-policy hobbit",
 }
 STOCK = ("llama.cpp, mmap", "llama.cpp, mmap, read-ahead 8192")  # and what Fiddler does without a device
-HISTORY = 8  # past requests that MoE-Infinity's imitation knows
+HISTORY = 4  # past requests that MoE-Infinity's imitation knows
 CAPS = (0.35, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 WHAT = ("decode", "prefill", "bytes_per_token", "peak", "same")
 
@@ -87,9 +87,10 @@ def same_ids(ours: list[int], theirs: list[int]) -> int:
 def write_history(args: argparse.Namespace, path: Path) -> None:
     """Activation matrices of a few requests of another text, as a profile; without the experts that were resident."""
     text = (capped.ROOT / "models/tiny-moe/heldout.txt").read_text()
+    path.unlink(missing_ok=True)
     for i in range(HISTORY):
         prompt = text[i * len(text) // HISTORY :][:600]
-        command = [args.bin / "llama-completion", "-m", args.model, "-no-cnv", "-p", prompt, "-n", 32, "--ignore-eos"]
+        command = [args.bin / "llama-completion", "-m", args.model, "-no-cnv", "-p", prompt, "-n", 16, "--ignore-eos"]
         command += ["-t", args.threads, "--no-warmup", *STRATEGIES["MoE-Infinity"].split(), "--hobbit-profile", path]
         subprocess.run([str(c) for c in command], check=True, capture_output=True, stdin=subprocess.DEVNULL)
     lines = path.read_text().splitlines()
@@ -110,6 +111,20 @@ def make_sides(args: argparse.Namespace, history: Path) -> list[capped.Side]:
     return sides
 
 
+def history_of(args: argparse.Namespace) -> Path:
+    return args.model.with_suffix(".history")
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """All that a round needs and that is no part of it; nothing to do the second time."""
+    if not history_of(args).exists():
+        print(f"writing {history_of(args).name}", flush=True)
+        write_history(args, history_of(args))
+    for peer in peers.PEERS:
+        if not peers.install(peer) and peer.checkpoint:
+            peers.checkpoint(args.model)
+
+
 def add_round(args: argparse.Namespace, cap: int, state: dict[str, Any]) -> None:
     """Measures every side once more; what is known of each is in `state` when this returns."""
     prompt, ids, pieces = stock_tokens(args)
@@ -119,16 +134,15 @@ def add_round(args: argparse.Namespace, cap: int, state: dict[str, Any]) -> None
         for what in WHAT:
             row[what].append(values[what])
 
-    with tempfile.TemporaryDirectory() as folder:
-        history = Path(folder) / "history"
-        write_history(args, history)
-        for side in make_sides(args, history):
-            capped.measure(side, args, cap)
-            same = same_text(pieces, side.text)
-            if same < args.tokens and EXACT.split()[-1] in side.options:
-                raise SystemExit(f"{side.name}: only the first {same} tokens are stock's, and it should be exact")
-            add(side.name, same=same, **{what: getattr(side, what)[-1] for what in WHAT[:-1]})
+    for side in make_sides(args, history_of(args)):
+        capped.measure(side, args, cap)
+        same = same_text(pieces, side.text)
+        if same < args.tokens and EXACT.split()[-1] in side.options:
+            raise SystemExit(f"{side.name}: only the first {same} tokens are stock's, and it should be exact")
+        add(side.name, same=same, **{what: getattr(side, what)[-1] for what in WHAT[:-1]})
     for peer in peers.PEERS:
+        if peer.name in state["reasons"]:
+            continue
         found: peers.Result | str = peers.install(peer) or peers.run(peer, args, prompt, cap)
         if isinstance(found, str):
             state["reasons"][peer.name] = found
@@ -196,7 +210,7 @@ def main() -> None:
     parser.add_argument("--cap-share", type=float, default=0.35)
     parser.add_argument("--cache", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=253, help="about this many")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
@@ -216,11 +230,13 @@ def main() -> None:
         state = json.loads(args.json.read_text())
         if state["settings"] != settings:
             raise SystemExit(f"{args.json}: holds rounds of other settings")
+    prepare(args)
     for _ in range(args.rounds):
         add_round(args, cap, state)
         if args.json:
             args.json.write_text(json.dumps(state, indent=1))
-    show(args, cap, state)
+    if state["sides"]:
+        show(args, cap, state)
 
 
 if __name__ == "__main__":

@@ -240,6 +240,9 @@ static void choose_io(hobbit_model & model, const bool * in_use) {
 }
 
 static void start_prediction(hobbit_model & model) {
+    if (model.config.unit == HOBBIT_UNIT_LAYER) {
+        model.config.prefetch_depth = 0; // the next layer is read ahead whole
+    }
     if (model.config.prefetch_depth == 0) {
         model.governor.init(0, false);
         return;
