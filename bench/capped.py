@@ -173,22 +173,32 @@ def make_sides(args: argparse.Namespace) -> list[Side]:
     return sides
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, tokens: int, prompt_tokens: int) -> argparse.ArgumentParser:
+    """The options that `run` and `measure` need; `prompt_of` gives the prompt."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--low", type=Path, help="low-precision file; adds the sides with two precisions")
     parser.add_argument("--cap-share", type=float, default=0.35)
     parser.add_argument("--cache", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=506, help="about this many; one ubatch is 512")
+    parser.add_argument("--tokens", type=int, default=tokens)
+    parser.add_argument("--prompt-tokens", type=int, default=prompt_tokens, help="about this many; one ubatch is 512")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bin", type=Path, default=ROOT / "build/bin")
+    return parser
+
+
+def prompt_of(args: argparse.Namespace) -> str:
+    return PROMPT * max(1, round(args.prompt_tokens / TOKENS_OF_PROMPT))
+
+
+def main() -> None:
+    parser = make_parser(__doc__, tokens=64, prompt_tokens=506)
     parser.add_argument("--no-8192", action="store_true", help="leave out stock with read_ahead_kb 8192")
     parser.add_argument("--side", action="append", default=[], metavar="NAME=OPTIONS", help="one more side of the fork")
-    parser.add_argument("--bin", type=Path, default=ROOT / "build/bin")
     args = parser.parse_args()
-    args.prompt = PROMPT * max(1, round(args.prompt_tokens / TOKENS_OF_PROMPT))
+    args.prompt = prompt_of(args)
 
     size = args.model.stat().st_size
     cap = int(size * args.cap_share)

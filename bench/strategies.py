@@ -204,21 +204,11 @@ def smallest_caps(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--low", type=Path, help="low-precision file; adds the sides with two precisions")
-    parser.add_argument("--cap-share", type=float, default=0.35)
-    parser.add_argument("--cache", default="auto")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--prompt-tokens", type=int, default=253, help="about this many")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = capped.make_parser(__doc__, tokens=24, prompt_tokens=253)
     parser.add_argument("--json", type=Path, help="where measured rounds are kept, and added to")
     parser.add_argument("--smallest", action="store_true", help="look for the peers' smallest cap")
-    parser.add_argument("--bin", type=Path, default=capped.ROOT / "build/bin")
     args = parser.parse_args()
-    args.prompt = capped.PROMPT * max(1, round(args.prompt_tokens / capped.TOKENS_OF_PROMPT))
+    args.prompt = capped.prompt_of(args)
     if args.smallest:
         smallest_caps(args)
         return

@@ -8,7 +8,6 @@ round. Prints medians with minimum and maximum, the ratio's 95 % interval from r
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import platform
@@ -19,7 +18,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import numpy as np  # noqa: E402
-from stats_cost import decode, show  # noqa: E402
+from stats_cost import decode, load, make_parser, show  # noqa: E402
 
 from hobbit_py import Hobbit, _lib  # noqa: E402
 
@@ -38,23 +37,11 @@ def traced(model: Hobbit, path: Path, prompt: list[int], n: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--low", type=Path)
-    parser.add_argument("--cache", default="16MiB")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
-
-    options = {"n_ctx": 1024, "n_threads": args.threads, "n_threads_batch": args.threads, "verbose": False}
+    args = make_parser(__doc__).parse_args()
     speeds: dict[bool, list[float]] = {False: [], True: []}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Hobbit(args.model, low=args.low, cache=args.cache, deterministic=True, **options) as model,
-    ):
+    loaded, prompt = load(args)
+    with tempfile.TemporaryDirectory() as folder, loaded as model:
         trace = Path(folder) / "trace"
-        prompt = model.tokenize(b"In the beginning God created the heaven and the earth.")
         decode(model, prompt, args.tokens)
         for i in range(args.rounds):
             for on in (False, True) if i % 2 else (True, False):
