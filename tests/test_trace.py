@@ -263,3 +263,27 @@ def test_a_trace_may_begin_in_the_middle_of_a_run(tmp_path: Path, policy: str) -
     assert result["total"]["evictions"] > 0
     for name, value in result["total"].items():
         assert name in TIMES or value == getattr(delta.stats.total, name, 0), name
+
+
+def test_past_requests_travel_in_a_profile(tmp_path: Path) -> None:
+    profile, file = tmp_path / "a.profile", tmp_path / "a.trace"
+    options = {"precision": "high", "cache": "8MiB", "policy": "activations", "predictor": "activations", "prefetch": 2}
+
+    def past() -> list[list[int]]:
+        lines = [line.split() for line in profile.read_text().splitlines() if line.startswith("past ")]
+        return [[int(n), *(int(count.split(":")[1]) for count in counts)] for _, n, *counts in lines]
+
+    for run in range(2):
+        more = {"trace": file} if run else {}
+        with Hobbit(HIGH, profile=profile, n_ctx=128, n_threads=2, verbose=False, **options, **more) as llm:
+            tokens = llm.tokenize(TEXT.read_bytes()[:600])[: 30 + run]
+            for token in tokens:
+                llm.eval([token])
+    assert [n for n, *_ in past()] == [30, 31]
+    assert [sum(counts) for _, *counts in past()] == [30 * 6 * 4, 31 * 6 * 4]
+    predicted = list(Trace.load(file).predictions())
+    assert predicted and all(p.weights.sum() > 0 for p in predicted)
+    with Replay(file) as replay:
+        result = replay.run()
+    assert result["divergences"] == 0
+    assert result["total"]["prefetch_issued"] > 0
