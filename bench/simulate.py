@@ -340,8 +340,8 @@ def split(args: argparse.Namespace) -> None:
         trace = Trace.load(path)
         with Replay(path) as replay:
             for label, settings in (
-                ("T2 0.9", {}),
-                ("T2 0.9, deterministic", {"deterministic": True}),
+                ("T2 0.9", {"t2": 0.9}),
+                ("T2 0.9, deterministic", {"t2": 0.9, "deterministic": True}),
                 ("T2 1", {"t2": 1.0}),
                 ("T2 1, deterministic", {"t2": 1.0, "deterministic": True}),
             ):

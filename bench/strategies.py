@@ -41,7 +41,8 @@ STRATEGIES = {
     "Mixtral-offloading": f"{EXACT} --hobbit-policy lru-layer --hobbit-prefetch 1",
     "MoE-Infinity": f"{EXACT} --hobbit-policy activations --hobbit-predictor activations --hobbit-prefetch 2",
     "HOBBIT, exact": EXACT,
-    "MoE-APEX": "--hobbit-policy lcu",
+    "MoE-APEX": "--hobbit-precision paper --hobbit-policy lcu",
+    "HOBBIT, as published": "--hobbit-precision paper",
     "HOBBIT": "--hobbit-policy hobbit",
 }
 STOCK = ("llama.cpp, mmap", "llama.cpp, mmap, read-ahead 8192")  # and what Fiddler does without a device
