@@ -8,6 +8,7 @@ round. Prints medians with minimum and maximum, the ratio's 95 % interval from r
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import platform
@@ -18,35 +19,47 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import numpy as np  # noqa: E402
-from stats_cost import decode, load, make_parser, show  # noqa: E402
+from stats_cost import decode, spread  # noqa: E402
 
 from hobbit_py import Hobbit, _lib  # noqa: E402
 
 
 def traced(model: Hobbit, path: Path, prompt: list[int], n: int) -> float:
-    """Tokens per second while a trace is written; the file is closed after the clock has stopped."""
+    """Seconds, as `decode`, while a trace is written; the file is closed after the clock has stopped."""
     error = ctypes.create_string_buffer(1024)
     with model._engine() as ctx:
         if not _lib.lib.hobbit_trace_start(ctx, os.fsencode(path), error, len(error)):
             raise SystemExit(os.fsdecode(error.value))
-    speed = decode(model, prompt, n)
+    seconds = decode(model, prompt, n)
     with model._engine() as ctx:
         if not _lib.lib.hobbit_trace_stop(ctx, error, len(error)):
             raise SystemExit(os.fsdecode(error.value))
-    return speed
+    return seconds
 
 
 def main() -> None:
-    args = make_parser(__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--low", type=Path)
+    parser.add_argument("--cache", default="16MiB")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+
+    options = {"n_ctx": args.tokens + 64, "n_threads": args.threads, "n_threads_batch": args.threads, "verbose": False}
     speeds: dict[bool, list[float]] = {False: [], True: []}
-    loaded, prompt = load(args)
-    with tempfile.TemporaryDirectory() as folder, loaded as model:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Hobbit(args.model, low=args.low, cache=args.cache, deterministic=True, **options) as model,
+    ):
+        prompt = model.tokenize(b"In the beginning God created the heaven and the earth.")
         trace = Path(folder) / "trace"
         decode(model, prompt, args.tokens)
         for i in range(args.rounds):
             for on in (False, True) if i % 2 else (True, False):
-                speed = traced(model, trace, prompt, args.tokens) if on else decode(model, prompt, args.tokens)
-                speeds[on].append(speed)
+                seconds = traced(model, trace, prompt, args.tokens) if on else decode(model, prompt, args.tokens)
+                speeds[on].append(args.tokens / seconds)
         size = trace.stat().st_size / (args.tokens + len(prompt))
 
     ratios = np.array([a / b for a, b in zip(speeds[True], speeds[False], strict=True)])
@@ -54,9 +67,9 @@ def main() -> None:
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     print(f"{args.model.name}, cache {args.cache}, {args.tokens} tokens, {args.threads} threads, {args.rounds} rounds")
     print(f"{platform.machine()}, {os.cpu_count()} CPUs")
-    show("without", speeds[False], "tok/s")
-    show("with a trace", speeds[True], "tok/s")
-    show("ratio", list(ratios), "", 4)
+    print(f"{'without, tok/s':<28} {spread(speeds[False], 1)}")
+    print(f"{'with a trace, tok/s':<28} {spread(speeds[True], 1)}")
+    print(f"{'ratio':<28} {spread(list(ratios), 4)}")
     print(f"{'median ratio, 95 %':<28} {low:10.4f} .. {high:.4f}")
     print(f"{'written':<28} {size:10.0f} bytes a token, the first residents and counters among them")
 
