@@ -90,6 +90,12 @@ def unimportance(trace: Trace) -> Floats:
     return np.concatenate(scores)
 
 
+def quantiles(trace: Trace) -> tuple[float, float]:
+    """T1 and T2 as HOBBIT took them: 67 % of the selections are high, 97 % not skipped."""
+    t1, t2 = np.quantile(unimportance(trace), [0.67, 0.97])
+    return float(t1), float(t2)
+
+
 def penalties(result: dict[str, Any]) -> Floats:
     """Penalty of each sequence of a replay, in misses of a high copy."""
     return np.array([s["penalty"] for s in result["sequences"]])
@@ -166,12 +172,24 @@ def calibrate(
         raise ValueError("a perplexity budget is percent from 0 to 1000, and needs a low-precision file: --low FILE")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.trace"
-        thresholds = None
-        if perplexity_budget is not None and low is not None:
-            pair, work = (Path(model), Path(low)), Path(folder) / "quality"
-            thresholds = within_budget(*pair, Path(text), work, perplexity_budget, sequences * length, threads)
         placement = record(model, text, file, sequences=sequences, length=length, threads=threads, low=low, cache=cache)
         trace = Trace.load(file)
+        thresholds = None
+        if perplexity_budget is not None and low is not None:
+            t1, t2 = quantiles(trace)
+            names = [f"model+file@{t}" for t in ("paper", "noskip", *quality.CALIBRATION, f"{t1:.3f}/{t2:.3f}")]
+            run = quality.Measurement(
+                Path(model),
+                Path(text),
+                Path(folder) / "quality",
+                low=Path(low),
+                context=256,
+                chunks=max(2, sequences * length // 256),
+                caches=(),
+                threads=threads or 0,
+            )
+            measured = run.results([quality.parse_setting(name) for name in names])
+            thresholds = within_budget(list(measured), perplexity_budget)
         with Replay(file) as replay:
             result = _choose(replay, trace, sequences // 2, bandwidth, thresholds)
     _write_profile(profile, placement, trace, result.settings)
@@ -188,20 +206,11 @@ class Thresholds:
     why: str
 
 
-def within_budget(
-    model: Path, low: Path, text: Path, work: Path, budget: float, tokens: int, threads: int | None
-) -> Thresholds:
+def within_budget(results: Sequence[quality.Measured], budget: float) -> Thresholds:
     """Of the measured thresholds, those that move the fewest bytes while perplexity plus a standard error stays within.
 
-    About `tokens` of the text are read for each. Exact (1, 1) where nothing else is within the budget, in percent.
-
-    Raises:
-        ValueError: the text is too short.
+    Exact (1, 1) where none is within the budget, in percent.
     """
-    chunks = max(2, tokens // 256)
-    run = quality.Measurement(model, text, work, low=low, context=256, chunks=chunks, caches=(), threads=threads or 0)
-    names = [f"model+file@{t}" for t in ("paper", "quantile", "noskip", *quality.CALIBRATION)]
-    results = list(run.results([quality.parse_setting(name) for name in names]))
     within = [r for r in results if r.decode.ppl_percent + r.decode.ppl_percent_se <= budget]
     said = f"perplexity budget {budget:g} %, {len(results)} pairs of thresholds measured"
     if not within:
@@ -224,7 +233,7 @@ def _choose(
     if two:
         base["cache_bytes"] = n_bytes
         if thresholds is None:
-            t1, t2 = np.quantile(unimportance(trace), [0.67, 0.97])
+            t1, t2 = quantiles(trace)
         else:
             t1, t2 = thresholds.t1, thresholds.t2
             say(thresholds.why)

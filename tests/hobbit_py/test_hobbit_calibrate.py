@@ -10,7 +10,8 @@ import pytest
 from conftest import BUILD, ROOT
 
 from hobbit_py import Hobbit
-from hobbit_py.calibrate import calibrate, fit_weights, ratio_interval, unimportance
+from hobbit_py.calibrate import calibrate, fit_weights, ratio_interval, unimportance, within_budget
+from hobbit_py.quality import Divergence, Measured, parse_setting
 from hobbit_py.trace import Layer, Trace, TraceWriter
 
 HIGH = ROOT / "models/tiny-moe/tiny-moe-F16.gguf"
@@ -53,20 +54,29 @@ def test_a_calibrated_profile_is_what_the_engine_then_does(tmp_path: Path) -> No
 
 def test_thresholds_keep_a_perplexity_budget(tmp_path: Path) -> None:
     options = {"low": LOW, "cache": "12MiB", "sequences": 8, "length": 64, "threads": 2}
-    chosen = {}
-    for budget in (0.0, 0.5, 100.0):
-        result = calibrate(HIGH, TEXT, tmp_path / f"{budget}.profile", perplexity_budget=budget, **options)
-        chosen[budget] = float(result.settings["t1"]), float(result.settings["t2"])
-        said = result.lines[0]
-        assert said.startswith(f"perplexity budget {budget:g} %, 9 pairs of thresholds measured")
-        if found := re.search(r"cost ([+-][\d.]+) % \(standard error ([\d.]+)\)", said):
-            assert float(found[1]) + float(found[2]) <= budget + 1e-3
-        else:
-            assert chosen[budget] == (1.0, 1.0)
-    assert chosen[100.0] == (0.3, 0.8)  # the fewest bytes of all
-    assert chosen[0.5] != chosen[100.0]
+    result = calibrate(HIGH, TEXT, tmp_path / "out", perplexity_budget=0.5, **options)
+    said = result.lines[0]
+    assert said.startswith("perplexity budget 0.5 %, 9 pairs of thresholds measured")
+    found = re.search(r"cost ([+-][\d.]+) % \(standard error ([\d.]+)\)", said)
+    if found:
+        assert float(found[1]) + float(found[2]) <= 0.5 + 1e-3
+    assert (result.settings["t1"] == "1.000") == (found is None)
     with pytest.raises(ValueError, match="--low FILE"):
         calibrate(HIGH, TEXT, tmp_path / "out", perplexity_budget=1.0)
+
+
+def test_of_what_is_within_the_budget_the_fewest_bytes_are_chosen() -> None:
+    def measured(t1: float, percent: float, n_bytes: float) -> Measured:
+        divergence = Divergence(40.0, 0.1, percent, 0.1, 0.01, 0.0, 0.1, 1.0, 0.02, 0.0, (0.5, 0.5, 0.0))
+        return Measured(parse_setting(f"model+file@{t1}/1"), divergence, bytes_per_token=n_bytes)
+
+    results = [measured(0.6, 0.2, 500), measured(0.3, 0.5, 400), measured(0.1, 0.9, 300)]
+    assert within_budget(results, 0.35).t1 == 0.6
+    assert within_budget(results, 0.6).t1 == 0.3  # with its standard error just within
+    assert within_budget(results, 0.99).t1 == 0.3
+    assert within_budget(results, 5).t1 == 0.1
+    nothing = within_budget(results, 0.1)
+    assert (nothing.t1, nothing.t2) == (1.0, 1.0) and "none within it" in nothing.why
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
