@@ -12,7 +12,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -75,6 +75,26 @@ class Cage:
                     (group / "memory.force_empty").write_text("0")
                 group.rmdir()
         return peak, kills
+
+
+def finish(
+    command: Sequence[object],
+    cage: Cage | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a cage or not, without a terminal; what it wrote comes back as text."""
+    return subprocess.run(
+        [str(c) for c in command],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        preexec_fn=cage.enter if cage else None,
+        timeout=timeout,
+        env=env,
+        check=False,
+    )
 
 
 def block_device(path: Path) -> Path:

@@ -27,14 +27,13 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cage import Cage, block_device, bytes_read, drop_caches, read_ahead, spread
+from cage import Cage, block_device, bytes_read, drop_caches, finish, read_ahead, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -95,15 +94,7 @@ def run(side: Side, args: argparse.Namespace, tokens: int, memory: int | None, r
         drop_caches()
         cage = Cage(memory if side.capped else None, read_bps, device)
         before = bytes_read(device)
-        done = subprocess.run(
-            [str(c) for c in command],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            preexec_fn=cage.enter,
-            check=False,
-        )
+        done = finish(command, cage)
         count = bytes_read(device) - before
         peak, kills = cage.close()
         prefill = re.search(r"prompt eval time =.*?([\d.]+) tokens per second", done.stderr)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import capped
-from cage import Cage, block_device, drop_caches, read_ahead
+from cage import Cage, block_device, drop_caches, finish, read_ahead
 
 VENV = capped.ROOT / "build/peers-venv"
 BENCH = Path(__file__).resolve().parent
@@ -144,17 +144,7 @@ def run(
         drop_caches()
         cage = Cage(memory, None, device)
         try:
-            done = subprocess.run(
-                [str(c) for c in command],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                stdin=subprocess.DEVNULL,
-                preexec_fn=cage.enter,
-                env=environment(),
-                timeout=limit_s,
-                check=False,
-            )
+            done = finish(command, cage, limit_s, environment())
         except subprocess.TimeoutExpired:
             cage.close()
             return f"not done after {limit_s} s"

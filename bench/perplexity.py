@@ -14,9 +14,10 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import tempfile
 from pathlib import Path
+
+from cage import finish
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,15 +30,7 @@ def perplexity(args: argparse.Namespace, options: list[str], ubatch: int = 1) ->
         command += ["-c", args.context, "-b", args.context, "-ub", ubatch, "--chunks", args.chunks, *options]
         if options:
             command += ["--hobbit-stats", stats]
-        done = subprocess.run(
-            [str(c) for c in command],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"OMP_WAIT_POLICY": "passive"},
-            check=False,
-        )
+        done = finish(command, env=os.environ | {"OMP_WAIT_POLICY": "passive"})
         found = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", done.stdout + done.stderr)
         if done.returncode != 0 or not found:
             raise SystemExit(f"{' '.join(str(c) for c in command)}\nfailed ({done.returncode}):\n{done.stderr[-2000:]}")

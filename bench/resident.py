@@ -13,8 +13,9 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 from pathlib import Path
+
+from cage import finish
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,14 +25,7 @@ def decode_speed(binary: Path, model: Path, args: argparse.Namespace, extra: lis
     prompt = "In the beginning God created the heaven and the earth. And the earth was without form, and void; " * 20
     command = [binary, "-m", model, "-p", prompt, "-n", args.tokens, "-t", args.threads, "-c", 4096]
     command += ["-no-cnv", "--ignore-eos", "--temp", 0, "--no-repack", "-lv", 4, *extra]
-    done = subprocess.run(
-        [str(c) for c in command],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    done = finish(command)
     found = re.search(r"  eval time =.*?([\d.]+) tokens per second", done.stdout + done.stderr)
     if done.returncode != 0 or not found:
         raise SystemExit(f"{' '.join(str(c) for c in command)}\nfailed ({done.returncode}):\n{done.stderr[-2000:]}")

@@ -9,7 +9,6 @@ round. Prints medians with minimum and maximum, the ratio's 95 % interval from r
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import platform
 import sys
@@ -21,19 +20,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import numpy as np  # noqa: E402
 from stats_cost import decode, spread  # noqa: E402
 
-from hobbit_py import Hobbit, _lib  # noqa: E402
+from hobbit_py import Hobbit  # noqa: E402
 
 
 def traced(model: Hobbit, path: Path, prompt: list[int], n: int) -> float:
     """Seconds, as `decode`, while a trace is written; the file is closed after the clock has stopped."""
-    error = ctypes.create_string_buffer(1024)
-    with model._engine() as ctx:
-        if not _lib.lib.hobbit_trace_start(ctx, os.fsencode(path), error, len(error)):
-            raise SystemExit(os.fsdecode(error.value))
-    seconds = decode(model, prompt, n)
-    with model._engine() as ctx:
-        if not _lib.lib.hobbit_trace_stop(ctx, error, len(error)):
-            raise SystemExit(os.fsdecode(error.value))
+    with model.trace(path):
+        seconds = decode(model, prompt, n)
     return seconds
 
 
