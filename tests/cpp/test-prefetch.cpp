@@ -82,7 +82,7 @@ static void a_model_without_norms_is_not_predicted() {
 static int steps_until_on(hobbit_governor & g, float demand_share, int n) {
     int steps = 0;
     while (g.depth() == 0 && steps < n) {
-        g.step({ 0, 0, demand_share, 0.0f });
+        g.step({ 0, 0, demand_share, 0.0f, 0.0f, 0.0f });
         steps++;
     }
     return steps;
@@ -95,11 +95,11 @@ static void governor_goes_where_it_pays() {
     const int first = steps_until_on(g, 0.5f, 1000);
     CHECK(g.depth() == 1 && first > 2 && first < 20);
     for (int i = 0; i < 100; ++i) {
-        g.step({ 9, 1, 0.5f, 0.1f });
+        g.step({ 9, 1, 0.5f, 0.1f, 0.0f, 0.0f });
     }
     CHECK(g.depth() == 3);
     for (int i = 0; i < 1000 && g.depth() > 0; ++i) {
-        g.step({ 3, 7, 0.5f, 0.1f });
+        g.step({ 3, 7, 0.5f, 0.1f, 0.0f, 0.0f });
     }
     CHECK(g.depth() == 0);
     CHECK(g.reason().find("30 %") != std::string::npos);
@@ -124,7 +124,7 @@ static void governor_looks_again_what_there_is_to_win() {
     for (int i = 0; i < 2000; ++i) { // from step 1000 on, demands keep the disk busy
         n_on   += i < 1000 && g.depth() > 0 ? 1 : 0;
         n_busy += i > 1500 && g.depth() > 0 ? 1 : 0;
-        g.step({ 9, 1, i < 1000 ? 0.5f : 0.99f, 0.05f });
+        g.step({ 9, 1, i < 1000 ? 0.5f : 0.99f, 0.05f, 0.0f, 0.0f });
     }
     CHECK(n_on > 950);
     CHECK(n_busy == 0);
@@ -134,7 +134,7 @@ static void a_fixed_depth_stays() {
     hobbit_governor g;
     g.init(2, false);
     for (int i = 0; i < 1000; ++i) {
-        g.step({ 0, 10, 1.0f, 0.9f });
+        g.step({ 0, 10, 1.0f, 0.9f, 0.0f, 0.0f });
     }
     CHECK(g.depth() == 2);
 }
@@ -145,10 +145,31 @@ static void governor_stops_when_waste_costs_more_than_there_is_to_win() {
     int n_on = 0;
     for (int i = 0; i < 2000; ++i) {
         n_on += g.depth() > 0 ? 1 : 0;
-        g.step({ 8, 2, 0.92f, g.depth() > 0 ? 0.16f : 0.0f }); // the disk idles for 8 % of the time, 16 % of the bytes are wasted
+        g.step({ 8, 2, 0.92f, g.depth() > 0 ? 0.16f : 0.0f, 0.0f, 0.0f }); // the disk idles for 8 % of the time, 16 % of the bytes are wasted
     }
     CHECK(n_on > 0 && n_on < 2000 / 10); // trials become rare
     CHECK(g.reason().find("wasted") != std::string::npos || g.reason().find("trial") != std::string::npos);
+}
+
+// a throttled disk gives later what it did not give while idle: 400 bytes per us on average, whatever the idle share says
+static void governor_stops_when_steps_take_longer() {
+    hobbit_governor g;
+    g.init(2, true);
+    int n_on = 0;
+    for (int i = 0; i < 2000; ++i) {
+        const float wasted = g.depth() > 0 ? 6e6f : 0.0f;
+        n_on += g.depth() > 0 ? 1 : 0;
+        g.step({ 13, 6, 0.8f, wasted / (38e6f + wasted), (38e6f + wasted) / 400.0f, 38e6f });
+    }
+    CHECK(n_on > 0 && n_on < 2000 / 10);
+    CHECK(g.reason().find("longer") != std::string::npos || g.reason().find("trial") != std::string::npos);
+
+    // and does not where they take less
+    g.init(2, true);
+    for (int i = 0; i < 100; ++i) {
+        g.step({ 9, 1, 0.8f, 0.05f, g.depth() > 0 ? 80000.0f : 95000.0f, 38e6f });
+    }
+    CHECK(g.depth() > 0);
 }
 
 static void governor_leaves_out_layers_that_are_predicted_badly() {
@@ -179,6 +200,7 @@ int main() {
     governor_does_not_begin_while_the_disk_is_busy_anyway();
     governor_looks_again_what_there_is_to_win();
     governor_stops_when_waste_costs_more_than_there_is_to_win();
+    governor_stops_when_steps_take_longer();
     governor_leaves_out_layers_that_are_predicted_badly();
     a_fixed_depth_stays();
     return check_result("prefetch");

@@ -1164,7 +1164,7 @@ bool hobbit_step_end(hobbit_context * ctx, char * err, size_t err_size) {
     if (ctx->decode && us > 0) {
         const double demand_us = 1e6 * (model.loader->demand_seconds() - ctx->demand_seconds);
         model.governor.step({ ctx->n_prefetch_used, ctx->n_prefetch_wasted, (float) std::min(1.0, demand_us / us),
-                ctx->read_bytes > 0 ? (float) ctx->wasted_bytes / ctx->read_bytes : 0.0f });
+                ctx->read_bytes > 0 ? (float) ctx->wasted_bytes / ctx->read_bytes : 0.0f, (float) us, (float) (ctx->read_bytes - ctx->wasted_bytes) });
     }
 
     {

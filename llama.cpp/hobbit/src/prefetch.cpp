@@ -146,6 +146,8 @@ static constexpr int   LOOK_AGAIN  = 256;   // steps with prefetching between tw
 static constexpr float USED_LEAST  = 0.5f;  // share of used prefetches below which to look less far
 static constexpr float USED_MORE   = 0.75f; // and above which to look further
 static constexpr float IDLE_LEAST  = 0.05f; // where the disk idles for less, prefetching is not tried
+static constexpr float SLOWER      = 0.02f; // a slowdown that ends it, once it is certain;
+static constexpr float SLOWER_1    = 0.5f;  // after n steps on both sides this / n more
 
 void hobbit_governor::init(int most, bool adapt) {
     depth_max = most;
@@ -178,6 +180,7 @@ void hobbit_governor::pause(int steps, const std::string & reason) {
     depth_next = std::max(1, depth_now);
     depth_now  = 0;
     n_steps    = 0;
+    without    = {};
     wait       = steps;
     why        = "off: " + reason;
 }
@@ -193,8 +196,17 @@ static float weight_of_step(int n) {
     return std::max(0.1f, 1.0f / (float) n);
 }
 
-void hobbit_governor::step_without(float demand_share) {
-    idle += weight_of_step(++n_steps) * (1.0f - demand_share - idle);
+// by how much a step takes longer with prefetching than without: for the bytes that it needs where the disk is what it waits for
+float hobbit_governor::slowdown() const {
+    const bool   by_bytes = idle < 0.5f;
+    const double before   = by_bytes ? without.bytes : without.n;
+    const double now      = by_bytes ? with.bytes    : with.n;
+    return without.us > 0.0 && before > 0.0 && now > 0.0 ? (float) (with.us / now / (without.us / before) - 1.0) : 0.0f;
+}
+
+void hobbit_governor::step_without(const hobbit_prefetch_step & s) {
+    without.add(s);
+    idle += weight_of_step(++n_steps) * (1.0f - s.demand_share - idle);
     if (--wait > 0) {
         return;
     }
@@ -204,6 +216,7 @@ void hobbit_governor::step_without(float demand_share) {
     }
     depth_now = std::min(depth_next, depth_max);
     n_steps   = 0;
+    with      = {};
     waste     = 0.0f;
     why       = "on trial";
 }
@@ -213,12 +226,17 @@ void hobbit_governor::step(const hobbit_prefetch_step & s) {
         return;
     }
     if (depth_now == 0) {
-        step_without(s.demand_share);
+        step_without(s);
         return;
     }
     waste  += weight_of_step(++n_steps) * (s.waste_share - waste);
     used   += s.used;
     wasted += s.wasted;
+    with.add(s);
+    if (with.n >= LOOK && slowdown() > SLOWER + SLOWER_1 / (float) std::min(with.n, without.n)) {
+        turn_off(hobbit_format("steps took %.0f %% longer with it", 100.0f * slowdown()));
+        return;
+    }
     const bool loses = waste > idle; // the dearer mistake, so that it is looked for more often
     if (used + wasted < (loses ? WINDOW_LOSS : WINDOW)) {
         if (n_steps >= LOOK_AGAIN) {

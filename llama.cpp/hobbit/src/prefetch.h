@@ -46,12 +46,15 @@ struct hobbit_prefetch_step {
     int   wasted;       // and that were not
     float demand_share; // of the step's time in which demands kept the disk busy
     float waste_share;  // of the bytes read, those of wasted prefetches
+    float us;           // that the step took
+    float needed_bytes; // read, and not in vain; 0: not known
 };
 
 // How far to look ahead: 0 (off) .. max, and into which layers. Pure bookkeeping, fed once per step.
 //
 // All that prefetching can win is the time for which the disk idles without it; all that it can lose is what it reads in vain. So it
-// begins switched off, to learn the first, and steps aside for a few steps now and then to learn it anew.
+// begins switched off, to learn the first, and steps aside for a few steps now and then to learn it anew. A disk that saves up what
+// it did not read while idle (a throttled one) has nothing to win: so the time that steps take with and without is compared, too.
 class hobbit_governor {
   public:
     void init(int depth_max, bool adaptive);
@@ -69,7 +72,16 @@ class hobbit_governor {
   private:
     void pause(int steps, const std::string & reason);
     void turn_off(const std::string & reason);
-    void step_without(float demand_share);
+    void step_without(const hobbit_prefetch_step & s);
+    float slowdown() const;
+
+    // what steps of late took
+    struct pace {
+        double us    = 0.0;
+        double bytes = 0.0; // needed
+        int    n     = 0;
+        void add(const hobbit_prefetch_step & s) { us += s.us; bytes += s.needed_bytes; n++; }
+    };
 
     struct layer_score {
         float used = 1.0f; // running mean
@@ -84,6 +96,7 @@ class hobbit_governor {
     int         wasted     = 0;
     float       idle       = 0.0f; // share of time in which the disk idles without prefetching, a running mean
     float       waste      = 0.0f; // running mean of waste_share
+    pace        without, with;     // since prefetching was last switched off, and on
     int         n_steps    = 0;    // since prefetching was last switched on or off
     int         wait       = 0;    // steps of a pause that are left
     int         n_off      = 0;    // times in a row that a trial ended so

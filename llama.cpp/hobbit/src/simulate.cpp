@@ -958,7 +958,7 @@ void replay_run::step_end(replay_context & ctx, size_t i) {
     if (!s.recorded && s.adaptive && ctx.token_seq.size() == 1) {
         const double us = now - step_begin_us;
         governor.step({ ctx.n_prefetch_used, ctx.n_prefetch_wasted, us > 0.0 ? (float) ((link.demand_us - step_demand_us) / us) : 0.0f,
-                ctx.read_bytes > 0.0 ? (float) (ctx.wasted_bytes / ctx.read_bytes) : 0.0f });
+                ctx.read_bytes > 0.0 ? (float) (ctx.wasted_bytes / ctx.read_bytes) : 0.0f, (float) us, (float) (ctx.read_bytes - ctx.wasted_bytes) });
     }
 }
 
