@@ -98,6 +98,7 @@ static void what_was_expected_comes_first_and_what_was_wrong_goes() {
         CHECK(f.stream.is_begun(1, 3, HOBBIT_HIGH));
         CHECK(!f.stream.is_begun(1, 3, HOBBIT_LOW));
         CHECK(!f.stream.is_begun(0, 3, HOBBIT_HIGH));
+        f.loader.drain(); // a read that has not begun is dropped without waste
 
         uint64_t wasted_bytes;
         const auto second = f.plan(1, { 0, 1, 2, 7 }, &wasted_bytes);
