@@ -3,8 +3,8 @@
     sudo .venv/bin/python bench/prefetch.py MODEL [--low FILE] [--bandwidths 0,400,100] [--rounds 5]
 
 Bandwidths in MB/s, set by the cgroup v1 blkio controller; 0 leaves the disk as it is. The cap on memory is a share of
-the model, as in bench/capped.py. The sides take turns, round by round; `auto / best` is the median over rounds of
-auto's speed over the better of off and on in the same round.
+the model, as in bench/capped.py. The sides take turns, round by round. `auto / best` compares with the setting that
+has the highest median of all rounds: its median over rounds of auto's speed over that setting's in the same round.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ def main() -> None:
             options = ["--hobbit-cache", args.cache, "--hobbit-prefetch", setting]
             options += ["--hobbit-low", str(args.low)] if args.low else ["--hobbit-precision", "high"]
             sides.append(Side(setting, options))
-        for _ in range(args.rounds):
-            for side in sides:
+        for i in range(args.rounds):
+            first = i % len(sides)  # what ran before matters to a throttled disk
+            for side in sides[first:] + sides[:first]:
                 measure(side, args, cap, bandwidth * 10**6 or None)
-        best = [max(speeds) for speeds in zip(*(side.decode for side in sides[:-1]), strict=True)]
-        against = [auto / other for auto, other in zip(sides[-1].decode, best, strict=True)]
+        best = max(sides[:-1], key=lambda side: statistics.median(side.decode))
+        against = [auto / other for auto, other in zip(sides[-1].decode, best.decode, strict=True)]
         table.add_row(
             f"{bandwidth} MB/s" if bandwidth else "as it is",
             *(spread(side.decode) for side in sides),
-            spread(against),
+            f"{spread(against)} of {best.name}",
             f"{statistics.median(sides[0].bytes_per_token) / 2**20:.1f}",
             f"{statistics.median(sides[-1].bytes_per_token) / 2**20:.1f}",
         )
