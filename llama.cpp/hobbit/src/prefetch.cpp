@@ -142,19 +142,23 @@ static constexpr int   WINDOW      = 128;   // prefetched experts between two de
 static constexpr int   WINDOW_LOSS = 32;    // the same where they seem to cost more than they bring
 static constexpr int   RETRY       = 64;    // steps until prefetching that was turned off is tried again
 static constexpr int   LOOK        = 6;     // steps without prefetching that tell how long the disk idles
-static constexpr int   LOOK_AGAIN  = 256;   // steps with prefetching between two such looks
+static constexpr int   LOOK_FIRST  = 12;    // steps of a trial until the next look; twice as many until the one after it,
+static constexpr int   LOOK_AGAIN  = 256;   // and at most this many between two looks
 static constexpr float USED_LEAST  = 0.5f;  // share of used prefetches below which to look less far
 static constexpr float USED_MORE   = 0.75f; // and above which to look further
 static constexpr float IDLE_LEAST  = 0.05f; // where the disk idles for less, prefetching is not tried
 static constexpr float SLOWER      = 0.02f; // a slowdown that ends it, once it is certain;
-static constexpr float SLOWER_1    = 0.5f;  // after n steps on both sides this / n more
+static constexpr float SLOWER_1    = 0.2f;  // after n steps on both sides this / sqrt(n) more
+static constexpr int   PACE_STEPS  = 64;    // steps that a pace remembers
 
 void hobbit_governor::init(int most, bool adapt) {
-    depth_max = most;
-    depth_now = adapt ? 0 : most;
-    adaptive  = adapt && most > 0;
-    wait      = LOOK;
-    why       = most == 0 ? "off" : adapt ? "off: looking how long the disk idles" : "fixed";
+    *this      = {};
+    depth_max  = most;
+    depth_now  = adapt ? 0 : most;
+    adaptive   = adapt && most > 0;
+    wait       = LOOK;
+    look_after = LOOK_FIRST;
+    why        = most == 0 ? "off" : adapt ? "off: looking how long the disk idles" : "fixed";
 }
 
 bool hobbit_governor::allows(int layer) {
@@ -180,7 +184,7 @@ void hobbit_governor::pause(int steps, const std::string & reason) {
     depth_next = std::max(1, depth_now);
     depth_now  = 0;
     n_steps    = 0;
-    without    = {};
+    look_after = std::min(2 * look_after, LOOK_AGAIN);
     wait       = steps;
     why        = "off: " + reason;
 }
@@ -189,11 +193,30 @@ void hobbit_governor::turn_off(const std::string & reason) {
     depth_now = 1; // where the next trial begins
     pause(RETRY << std::min(n_off, 4), reason);
     n_off++;
+    used = wasted = 0;
+    with       = {};
+    look_after = LOOK_FIRST;
+}
+
+void hobbit_governor::look() {
+    n_off = 0; // it got as far as this
+    pause(LOOK, "looking how long the disk idles");
 }
 
 // the running means take the first steps of a phase in full
 static float weight_of_step(int n) {
     return std::max(0.1f, 1.0f / (float) n);
+}
+
+void hobbit_governor::pace::add(const hobbit_prefetch_step & s) {
+    if (n == PACE_STEPS) {
+        us    /= 2.0;
+        bytes /= 2.0;
+        n     /= 2;
+    }
+    us    += s.us;
+    bytes += s.needed_bytes;
+    n++;
 }
 
 // by how much a step takes longer with prefetching than without: for the bytes that it needs where the disk is what it waits for
@@ -205,8 +228,10 @@ float hobbit_governor::slowdown() const {
 }
 
 void hobbit_governor::step_without(const hobbit_prefetch_step & s) {
-    without.add(s);
-    idle += weight_of_step(++n_steps) * (1.0f - s.demand_share - idle);
+    if (++n_steps > 1) { // the first waits for what was read ahead by the one before it
+        without.add(s);
+    }
+    idle += weight_of_step(n_steps) * (1.0f - s.demand_share - idle);
     if (--wait > 0) {
         return;
     }
@@ -216,7 +241,6 @@ void hobbit_governor::step_without(const hobbit_prefetch_step & s) {
     }
     depth_now = std::min(depth_next, depth_max);
     n_steps   = 0;
-    with      = {};
     waste     = 0.0f;
     why       = "on trial";
 }
@@ -232,15 +256,17 @@ void hobbit_governor::step(const hobbit_prefetch_step & s) {
     waste  += weight_of_step(++n_steps) * (s.waste_share - waste);
     used   += s.used;
     wasted += s.wasted;
-    with.add(s);
-    if (with.n >= LOOK && slowdown() > SLOWER + SLOWER_1 / (float) std::min(with.n, without.n)) {
+    if (n_steps > 1) {
+        with.add(s);
+    }
+    if (with.n >= LOOK && slowdown() > SLOWER + SLOWER_1 / std::sqrt((float) std::min(with.n, without.n))) {
         turn_off(hobbit_format("steps took %.0f %% longer with it", 100.0f * slowdown()));
         return;
     }
     const bool loses = waste > idle; // the dearer mistake, so that it is looked for more often
     if (used + wasted < (loses ? WINDOW_LOSS : WINDOW)) {
-        if (n_steps >= LOOK_AGAIN) {
-            pause(LOOK, "looking how long the disk idles");
+        if (n_steps >= look_after) {
+            look();
         }
         return;
     }
@@ -257,10 +283,9 @@ void hobbit_governor::step(const hobbit_prefetch_step & s) {
         depth_now++;
         why = hobbit_format("further: %.0f %% of what was prefetched was used", 100.0f * share);
     } else {
-        n_off = 0;
         why = hobbit_format("on: %.0f %% of what was prefetched was used", 100.0f * share);
     }
-    if (n_steps >= LOOK_AGAIN && depth_now > 0) {
-        pause(LOOK, "looking how long the disk idles");
+    if (n_steps >= look_after && depth_now > 0) {
+        look();
     }
 }

@@ -72,6 +72,7 @@ class hobbit_governor {
   private:
     void pause(int steps, const std::string & reason);
     void turn_off(const std::string & reason);
+    void look();
     void step_without(const hobbit_prefetch_step & s);
     float slowdown() const;
 
@@ -80,7 +81,7 @@ class hobbit_governor {
         double us    = 0.0;
         double bytes = 0.0; // needed
         int    n     = 0;
-        void add(const hobbit_prefetch_step & s) { us += s.us; bytes += s.needed_bytes; n++; }
+        void add(const hobbit_prefetch_step & s);
     };
 
     struct layer_score {
@@ -96,9 +97,10 @@ class hobbit_governor {
     int         wasted     = 0;
     float       idle       = 0.0f; // share of time in which the disk idles without prefetching, a running mean
     float       waste      = 0.0f; // running mean of waste_share
-    pace        without, with;     // since prefetching was last switched off, and on
+    pace        without, with;     // prefetching; the latter since it was last turned off
     int         n_steps    = 0;    // since prefetching was last switched on or off
     int         wait       = 0;    // steps of a pause that are left
+    int         look_after = 0;    // steps with prefetching until the next look without it
     int         n_off      = 0;    // times in a row that a trial ended so
     std::string why = "off";
     std::vector<layer_score> layers;
