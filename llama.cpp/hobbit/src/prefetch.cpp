@@ -141,7 +141,8 @@ void hobbit_router_bank::predict(int from, int to, const float * x, int n_used, 
 static constexpr int   WINDOW      = 128;   // prefetched experts between two decisions
 static constexpr int   WINDOW_LOSS = 32;    // the same where they seem to cost more than they bring
 static constexpr int   RETRY       = 64;    // steps until prefetching that was turned off is tried again
-static constexpr int   LOOK        = 6;     // steps without prefetching that tell how long the disk idles
+static constexpr int   LOOK        = 6;     // steps without prefetching that tell how long the disk idles, the first time
+static constexpr int   LOOK_MORE   = 4;     // and later
 static constexpr int   LOOK_FIRST  = 12;    // steps of a trial until the next look; twice as many until the one after it,
 static constexpr int   LOOK_AGAIN  = 256;   // and at most this many between two looks
 static constexpr float USED_LEAST  = 0.5f;  // share of used prefetches below which to look less far
@@ -156,6 +157,7 @@ void hobbit_governor::init(int most, bool adapt) {
     depth_max  = most;
     depth_now  = adapt ? 0 : most;
     adaptive   = adapt && most > 0;
+    depth_next = most;
     wait       = LOOK;
     look_after = LOOK_FIRST;
     why        = most == 0 ? "off" : adapt ? "off: looking how long the disk idles" : "fixed";
@@ -181,7 +183,7 @@ void hobbit_governor::settled(int layer, bool was_used) {
 }
 
 void hobbit_governor::pause(int steps, const std::string & reason) {
-    depth_next = std::max(1, depth_now);
+    depth_next = depth_now;
     depth_now  = 0;
     n_steps    = 0;
     look_after = std::min(2 * look_after, LOOK_AGAIN);
@@ -190,9 +192,9 @@ void hobbit_governor::pause(int steps, const std::string & reason) {
 }
 
 void hobbit_governor::turn_off(const std::string & reason) {
-    depth_now = 1; // where the next trial begins
     pause(RETRY << std::min(n_off, 4), reason);
     n_off++;
+    depth_next = depth_max; // looking further takes hardly more bytes, and begins earlier to read them
     used = wasted = 0;
     with       = {};
     look_after = LOOK_FIRST;
@@ -200,7 +202,10 @@ void hobbit_governor::turn_off(const std::string & reason) {
 
 void hobbit_governor::look() {
     n_off = 0; // it got as far as this
-    pause(LOOK, "looking how long the disk idles");
+    if (without.n < LOOK) {
+        without = {}; // the first steps after a prompt are like no others
+    }
+    pause(LOOK_MORE, "looking how long the disk idles");
 }
 
 // the running means take the first steps of a phase in full
@@ -239,7 +244,7 @@ void hobbit_governor::step_without(const hobbit_prefetch_step & s) {
         why = hobbit_format("off: the disk idles for %.0f %% of the time without it", 100.0f * idle);
         return; // the next step asks again
     }
-    depth_now = std::min(depth_next, depth_max);
+    depth_now = depth_next;
     n_steps   = 0;
     waste     = 0.0f;
     why       = "on trial";

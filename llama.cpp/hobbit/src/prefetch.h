@@ -91,7 +91,7 @@ class hobbit_governor {
 
     int         depth_max  = 0;
     int         depth_now  = 0;
-    int         depth_next = 1;    // after a pause
+    int         depth_next = 0;    // after a pause
     bool        adaptive   = false;
     int         used       = 0;
     int         wasted     = 0;
