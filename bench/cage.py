@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import statistics
 import subprocess
 import time
@@ -83,18 +84,28 @@ def finish(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, in a cage or not, without a terminal; what it wrote comes back as text."""
-    return subprocess.run(
+    """Runs a command to its end, in a cage or not, without a terminal; what it wrote comes back as text.
+
+    After `timeout` seconds it and what it started are killed: subprocess.TimeoutExpired.
+    """
+    process = subprocess.Popen(
         [str(c) for c in command],
-        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        stdin=subprocess.DEVNULL,
         preexec_fn=cage.enter if cage else None,
-        timeout=timeout,
+        start_new_session=True,
         env=env,
-        check=False,
     )
+    with process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def block_device(path: Path) -> Path:

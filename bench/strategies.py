@@ -47,6 +47,7 @@ STRATEGIES = {
 }
 STOCK = ("llama.cpp, mmap", "llama.cpp, mmap, read-ahead 8192")  # and what Fiddler does without a device
 HISTORY = 4  # past requests that MoE-Infinity's imitation knows
+COMPILE_S = 1800  # seconds that a peer may take the first time
 CAPS = (0.35, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 WHAT = ("decode", "prefill", "bytes_per_token", "peak", "same")
 
@@ -128,7 +129,7 @@ def prepare(args: argparse.Namespace, state: dict[str, Any]) -> None:
     for peer in peers.PEERS:
         if peer.name in state["tried"]:
             continue
-        found: peers.Result | str = peers.install(peer) or peers.run(peer, few, list(range(300, 316)), None)
+        found: peers.Result | str = peers.install(peer) or peers.run(peer, few, list(range(300, 316)), None, COMPILE_S)
         state["tried"].append(peer.name)
         if isinstance(found, str):
             state["reasons"][peer.name] = f"without a cap: {found}"
