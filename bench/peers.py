@@ -36,6 +36,7 @@ class Peer:
     dtype: str = "float16"
     header: str = ""  # of a library that it compiles against, and the package that has it
     apt: str = ""
+    read_ahead_kib: int = 8192  # of the disk: what the peer decodes fastest with
 
 
 PEERS = (
@@ -49,7 +50,7 @@ PEERS = (
         header="libaio.h",
         apt="libaio-dev",
     ),
-    Peer("ik_llama.cpp, mmap", "ik_llama", ("ik-llama-cpp-python==0.1.5",), checkpoint=False),
+    Peer("ik_llama.cpp, mmap", "ik_llama", ("ik-llama-cpp-python==0.1.5",), checkpoint=False, read_ahead_kib=128),
 )
 
 
@@ -120,11 +121,11 @@ def last_error(text: str) -> str:
 def run(
     peer: Peer, args: argparse.Namespace, prompt: list[int], memory: int | None, limit_s: int = 300
 ) -> Result | str:
-    """One generation under `memory` bytes, or why there is none. The read-ahead of the disk is what mmap likes best."""
+    """One generation under `memory` bytes, or why there is none."""
     device = block_device(args.model)
     model = checkpoint(args.model) if peer.checkpoint else args.model
     # beside the model: the disk that is measured
-    with tempfile.TemporaryDirectory(dir=args.model.parent) as scratch, read_ahead(device, 8192):
+    with tempfile.TemporaryDirectory(dir=args.model.parent) as scratch, read_ahead(device, peer.read_ahead_kib):
         file = Path(scratch) / "prompt.json"
         file.write_text(json.dumps(prompt))
         command = [
