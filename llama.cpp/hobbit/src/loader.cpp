@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <cstdlib>
 
+#include <sys/mman.h>
+
 // large enough for the disk's best speed with a few in flight, small enough to stop a wrong prefetch soon
 static constexpr uint64_t BLOCK_BYTES = 1 << 20;
 
@@ -57,6 +59,21 @@ hobbit_loader::~hobbit_loader() {
     }
 }
 
+// in huge pages if it fills one by half, as the cache's slots are: direct reads into small pages take twice as long
+static char * alloc_staging(size_t size) {
+    constexpr size_t HUGE_PAGE = 2 << 20;
+    const size_t align = size < HUGE_PAGE / 2 ? HOBBIT_DIRECT_ALIGN : HUGE_PAGE;
+    const size_t whole = (size + align - 1) / align * align;
+    void *       p     = aligned_alloc(align, whole);
+    GGML_ASSERT(p && "out of memory");
+#ifdef MADV_HUGEPAGE
+    if (align == HUGE_PAGE) {
+        madvise(p, whole, MADV_HUGEPAGE);
+    }
+#endif
+    return (char *) p;
+}
+
 void hobbit_loader::stage(job & j) {
     const hobbit_source & src = j.read.weight->source[j.read.precision];
     if (!src.repacked || j.staging) {
@@ -70,7 +87,7 @@ void hobbit_loader::stage(job & j) {
         spare.erase(fits);
         return;
     }
-    j.staging       = (char *) aligned_alloc(HOBBIT_DIRECT_ALIGN, size);
+    j.staging       = alloc_staging(size);
     j.staging_bytes = size;
 }
 
