@@ -54,24 +54,9 @@ hobbit_loader::~hobbit_loader() {
     for (auto & thread : threads) {
         thread.join();
     }
-    for (const auto & [memory, size] : spare) {
+    for (char * memory : staging) {
         free(memory);
     }
-}
-
-// in huge pages if it fills one by half, as the cache's slots are: direct reads into small pages take twice as long
-static char * alloc_staging(size_t size) {
-    constexpr size_t HUGE_PAGE = 2 << 20;
-    const size_t align = size < HUGE_PAGE / 2 ? HOBBIT_DIRECT_ALIGN : HUGE_PAGE;
-    const size_t whole = (size + align - 1) / align * align;
-    void *       p     = aligned_alloc(align, whole);
-    GGML_ASSERT(p && "out of memory");
-#ifdef MADV_HUGEPAGE
-    if (align == HUGE_PAGE) {
-        madvise(p, whole, MADV_HUGEPAGE);
-    }
-#endif
-    return (char *) p;
 }
 
 void hobbit_loader::stage(job & j) {
@@ -80,15 +65,30 @@ void hobbit_loader::stage(job & j) {
         return;
     }
     const size_t size = (src.place_bytes() + HOBBIT_DIRECT_ALIGN - 1) / HOBBIT_DIRECT_ALIGN * HOBBIT_DIRECT_ALIGN;
-    const auto   fits = std::find_if(spare.begin(), spare.end(), [size](const auto & s) { return s.second >= size; });
-    if (fits != spare.end()) {
-        j.staging       = fits->first;
-        j.staging_bytes = fits->second;
-        spare.erase(fits);
-        return;
+    auto fits = [&] { return std::find_if(spare.begin(), spare.end(), [size](const auto & s) { return s.second >= size; }); };
+    auto found = fits();
+    if (found == spare.end()) {
+        add_staging(size);
+        found = fits();
     }
-    j.staging       = alloc_staging(size);
-    j.staging_bytes = size;
+    j.staging       = found->first;
+    j.staging_bytes = found->second;
+    spare.erase(found);
+}
+
+// huge pages, as the cache's slots are: direct reads into small ones take twice as long
+void hobbit_loader::add_staging(size_t size) {
+    constexpr size_t HUGE_PAGE = 2 << 20;
+    const size_t whole = (size + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    char *       p     = (char *) aligned_alloc(HUGE_PAGE, whole);
+    GGML_ASSERT(p && "out of memory");
+#ifdef MADV_HUGEPAGE
+    madvise(p, whole, MADV_HUGEPAGE);
+#endif
+    staging.push_back(p);
+    for (size_t at = 0; at + size <= whole; at += size) {
+        spare.emplace_back(p + at, size);
+    }
 }
 
 void hobbit_loader::unstage(job & j) {

@@ -123,6 +123,7 @@ class hobbit_loader {
     void verify (const job & j, std::string & err) const;           // not held: all of it is here
     void finish (work & w, std::unique_lock<std::mutex> & lock);    // held, but for a while
     void stage  (job & j);                                          // held
+    void add_staging(size_t size);                                  // held: at least one more spare part of this size
     void unstage(job & j);                                          // held
     void settle (const job_ptr & j);                                // held: nothing of it is under way any more
 
@@ -136,7 +137,8 @@ class hobbit_loader {
     bool                    stop = false;
     bool                    validate;
     repack_fn               repack = nullptr;
-    std::vector<std::pair<char *, size_t>> spare; // staging memory that is not in use
+    std::vector<char *>                    staging; // memory, in huge pages
+    std::vector<std::pair<char *, size_t>> spare;   // parts of it that are not in use, with their bytes
     std::string             error;
 
     clock demands;
