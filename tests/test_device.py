@@ -102,7 +102,7 @@ def test_misses_that_the_cpu_computes_with_copies_that_block(exact: RunExact) ->
 
 
 def test_misses_do_not_wait_for_a_slow_link(exact: RunExact) -> None:
-    """A link that takes 10 ms for an expert: once that is measured, the CPU computes most (how many is the machine's affair)."""
+    """A link that takes 10 ms for an expert: once measured, the CPU computes most (how many depends on the machine)."""
     steps = ("--prompt", 4, "--generate", 50, "--ubatch", 1, "--cache", "110%", *with_misses("auto"))
     result = exact(HIGH, *steps, "--sim", 1, "--device-cache", "25%", HOBBIT_SIM_BANDWIDTH_MBPS=20)
     assert_exact_on_device(result)
