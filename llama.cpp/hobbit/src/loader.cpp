@@ -54,7 +54,7 @@ hobbit_loader::~hobbit_loader() {
     for (auto & thread : threads) {
         thread.join();
     }
-    for (char * memory : staging) {
+    for (char * memory : slabs) {
         free(memory);
     }
 }
@@ -85,7 +85,7 @@ void hobbit_loader::add_staging(size_t size) {
 #ifdef MADV_HUGEPAGE
     madvise(p, whole, MADV_HUGEPAGE);
 #endif
-    staging.push_back(p);
+    slabs.push_back(p);
     for (size_t at = 0; at + size <= whole; at += size) {
         spare.emplace_back(p + at, size);
     }

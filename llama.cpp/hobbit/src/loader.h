@@ -137,8 +137,8 @@ class hobbit_loader {
     bool                    stop = false;
     bool                    validate;
     repack_fn               repack = nullptr;
-    std::vector<char *>                    staging; // memory, in huge pages
-    std::vector<std::pair<char *, size_t>> spare;   // parts of it that are not in use, with their bytes
+    std::vector<char *>                    slabs; // memory for staging, in huge pages
+    std::vector<std::pair<char *, size_t>> spare; // parts of it that are not in use, with their bytes
     std::string             error;
 
     clock demands;

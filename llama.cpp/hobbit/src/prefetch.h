@@ -46,8 +46,8 @@ struct hobbit_prefetch_step {
     int   wasted;       // and that were not
     float demand_share; // of the step's time in which demands kept the disk busy
     float waste_share;  // of the bytes read, those of wasted prefetches
-    float us;           // that the step took
-    float needed_bytes; // read, and not in vain; 0: not known
+    float us           = 0.0f; // that the step took; 0: not known
+    float needed_bytes = 0.0f; // read, and not in vain
 };
 
 // How far to look ahead: 0 (off) .. max, and into which layers. Pure bookkeeping, fed once per step.
